@@ -1,0 +1,113 @@
+"""What attention costs, by counting: operations, device-memory bytes, on-chip bytes, and the time they need at least.
+
+Pure Python, no PyTorch. Units stand in the names. Chapter 1 checks the memory formulas against measured peaks.
+"""
+
+from typing import NamedTuple
+
+DTYPE_BYTES = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}
+FP32_BYTES = 4
+
+
+class Gpu(NamedTuple):
+    """A GPU by its datasheet. Rates are dense 16-bit tensor-core rates with fp32 accumulation.
+
+    shared_bytes: shared memory that one block may use.
+    """
+
+    memory_bytes: int
+    bandwidth_bytes_per_s: float
+    matmul_flops_per_s: float
+    shared_bytes: int
+
+
+# Vendor datasheets: T4 (2018), GeForce RTX 4090 (Ada white paper, 2022), A100 (2020, 40 and 80 GB SXM), H100 SXM
+# (2022), H200 SXM (2023). Shared memory per block: CUDA C++ Programming Guide. GB are 10^9 bytes.
+GPUS = {
+    "T4 16 GB": Gpu(16 * 10**9, 320e9, 65e12, 65536),
+    "RTX 4090 24 GB": Gpu(24 * 10**9, 1008e9, 165.2e12, 101376),
+    "A100 40 GB": Gpu(40 * 10**9, 1555e9, 312e12, 166912),
+    "A100 80 GB": Gpu(80 * 10**9, 2039e9, 312e12, 166912),
+    "H100 80 GB": Gpu(80 * 10**9, 3350e9, 989e12, 232448),
+    "H200 141 GB": Gpu(141 * 10**9, 4800e9, 989e12, 232448),
+}
+
+# Matrix products of size seqlen_q x seqlen_k x head_dim: S = QK^T and O = PV forward; S again, dP, dV, dK, dQ backward.
+FORWARD_MATMULS = 2
+BACKWARD_MATMULS = 5
+# The split backward of this package recomputes S and dP once more, so that every gradient has one writer.
+SPLIT_BACKWARD_MATMULS = 7
+
+
+def score_count(batch, heads, seqlen_q, seqlen_k):
+    """Count the elements of S over all heads and batch entries; P has as many."""
+    return batch * heads * seqlen_q * seqlen_k
+
+
+def attention_flops(batch, heads, seqlen_q, seqlen_k, head_dim, *, matmuls=FORWARD_MATMULS, causal=False):
+    """Count the floating-point operations of the matrix products, half of them when causal (the field's convention).
+
+    A product of (m, k) by (k, n) is 2mkn operations. The softmax is left out: it is O(1/head_dim) of the rest.
+    """
+    flops = matmuls * 2 * score_count(batch, heads, seqlen_q, seqlen_k) * head_dim
+    return flops // 2 if causal else flops
+
+
+def qkvo_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes):
+    """Count the bytes of q, k, v and out together, which no implementation avoids."""
+    return dtype_bytes * batch * head_dim * 2 * (heads * seqlen_q + heads_kv * seqlen_k)
+
+
+def standard_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes, *, matrices):
+    """Count the bytes that standard attention holds at its peak: q, k, v, out and the N x N matrices.
+
+    matrices: how many seqlen_q x seqlen_k matrices are alive at once; chapter 1 finds 2 in the forward pass (S and P)
+    and 3 in the backward pass (P, dP, dS) of the plainest implementation.
+    """
+    scores = score_count(batch, heads, seqlen_q, seqlen_k)
+    return (
+        qkvo_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes) + matrices * scores * dtype_bytes
+    )
+
+
+def flash_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes, *, backward=False):
+    """Count the bytes that FlashAttention holds at its peak: q, k, v, out and one fp32 lse per row.
+
+    With backward: also do, dq, dk, dv and one fp32 delta per row.
+    """
+    tensors = qkvo_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes)
+    row_statistics = FP32_BYTES * batch * heads * seqlen_q
+    return (tensors + row_statistics) * (2 if backward else 1)
+
+
+def standard_traffic_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes):
+    """Count the bytes of the standard forward pass through device memory: q, k, v, out, and four trips for S and P.
+
+    S is written by the first product and read by the softmax, P written by the softmax and read by the second product.
+    """
+    scores = score_count(batch, heads, seqlen_q, seqlen_k)
+    return qkvo_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes) + 4 * scores * dtype_bytes
+
+
+def flash_traffic_bytes(batch, heads, seqlen_q, seqlen_k, head_dim, dtype_bytes, *, block_m):
+    """Count the bytes that the tiled forward pass requests: q and out once, all of k and v once per query block.
+
+    Some of the repeated requests for k and v are served by the L2 cache, so device memory sees this many at most.
+    """
+    query_blocks = -(-seqlen_q // block_m)
+    q_and_out = 2 * seqlen_q * head_dim * dtype_bytes
+    k_and_v = 2 * seqlen_k * head_dim * dtype_bytes
+    return batch * heads * (q_and_out + query_blocks * k_and_v + FP32_BYTES * seqlen_q)
+
+
+def on_chip_tile_bytes(block_m, block_n, head_dim, dtype_bytes, *, stages=1):
+    """Count the shared memory that the tiles of the forward kernel need: one of q, and `stages` of k and of v.
+
+    Scores and accumulators live in registers. The compiler may allocate more, or less where tiles share space.
+    """
+    return dtype_bytes * head_dim * (block_m + 2 * stages * block_n)
+
+
+def roofline_s(flops, traffic_bytes, gpu):
+    """Return the least time in seconds that these operations and bytes take on a :class:`Gpu`."""
+    return max(flops / gpu.matmul_flops_per_s, traffic_bytes / gpu.bandwidth_bytes_per_s)

@@ -1,0 +1,835 @@
+"""Every plot of the book that takes more than five lines. Functions take data, return a Picture, compute no attention.
+
+A Picture is an inline SVG that takes its ink from the page, so that one file serves light and dark mode, and carries a
+sentence for readers who cannot see it.
+"""
+
+import functools
+import hashlib
+import html
+import io
+import re
+
+import matplotlib
+from matplotlib.figure import Figure
+
+# One colour per role, each at least 3:1 against white and against the dark page; markers and line styles differ too, so
+# that figures survive greyscale.
+COLORS = {"standard": "#d1603d", "flash": "#2a86c7", "on_chip": "#3a9155", "device_memory": "#9467bd"}
+MARKERS = {"standard": "o", "flash": "s", "on_chip": "^", "device_memory": "D"}
+LINES = {"standard": "-", "flash": "--", "on_chip": "-.", "device_memory": ":"}
+INK = "#010203"  # stands for the page's text colour, and is replaced by it
+
+STYLE = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "flashattn",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "figure.figsize": (4.8, 3.0),
+    "figure.facecolor": "none",
+    "axes.facecolor": "none",
+    "savefig.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.18,
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "figure.constrained_layout.use": True,
+} | dict.fromkeys(
+    ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), INK
+)
+
+
+class Picture:
+    """A matplotlib figure as an inline SVG with a text alternative. alt says what the picture shows, not what it is."""
+
+    def __init__(self, figure, alt):
+        self.figure, self.alt = figure, alt
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        svg = buffer.getvalue()
+        svg = svg[svg.index("<svg") :]
+        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S).replace(INK, "currentColor")
+        # Several pictures share a page: make their ids differ.
+        prefix = "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]
+        svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
+        width = float(re.search(r'width="([\d.]+)pt"', svg).group(1))
+        attributes = f'role="img" aria-label="{html.escape(alt)}" style="width:100%;max-width:{width * 1.7:.0f}px;height:auto"'
+        self.svg = re.sub(r'<svg (.*?)(?:width|height)="[\d.]+pt" ?', rf"<svg {attributes} \1", svg, count=1, flags=re.S)
+        self.svg = re.sub(r'(<svg [^>]*?)(?:width|height)="[\d.]+pt" ?', r"\1", self.svg, count=1)
+
+    def _repr_html_(self):
+        return f'<div class="flashattn-picture">{self.svg}</div>'
+
+
+def picture(draw):
+    """Make a function that returns (figure, alt) return a Picture, drawn in the book's style."""
+
+    @functools.wraps(draw)
+    def styled(*args, **kwargs):
+        with matplotlib.rc_context(STYLE):
+            return Picture(*draw(*args, **kwargs))
+
+    return styled
+
+
+def new_figure(rows=1, columns=1, **kwargs):
+    """Return (figure, axes), made outside pyplot so that nothing shows twice."""
+    figure = Figure(**kwargs)
+    return figure, figure.subplots(rows, columns)
+
+
+def role_style(role):
+    """Return the colour, marker and line style of a role: standard, flash, on_chip or device_memory."""
+    return {"color": COLORS[role], "marker": MARKERS[role], "linestyle": LINES[role]}
+
+
+@picture
+def memory_by_length(seqlens, bytes_by_name, alt, limit_bytes=None):
+    """Plot peak memory against sequence length, both on log scales.
+
+    bytes_by_name: {label: (role, [bytes, …], kind)} with kind "measured" (marks) or "formula" (line).
+    limit_bytes: {label: bytes}, horizontal lines for the memory of GPUs.
+    """
+    figure, axes = new_figure()
+    for label, (role, values, kind) in bytes_by_name.items():
+        style = role_style(role) | ({"linestyle": "none"} if kind == "measured" else {"marker": "none"})
+        axes.plot(seqlens[: len(values)], [value / 2**30 for value in values], label=label, **style)
+    for label, value in (limit_bytes or {}).items():
+        axes.axhline(value / 2**30, color=INK, linewidth=0.8, alpha=0.6)
+        axes.annotate(label, (seqlens[0], value / 2**30), fontsize=8, va="bottom", color=INK)
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="peak memory (GiB)")
+    axes.set_xticks(seqlens, [str(n) for n in seqlens], rotation=45)
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    return figure, alt
+
+
+@picture
+def online_softmax_trace(scores, block, m_i, l_i, alpha, partial, final):
+    """Plot the state of the online softmax over a row of scores, stacked: scores and m, ℓ with alpha, partial output.
+
+    scores: the row. m_i, l_i, alpha, partial: one number after each block of `block` scores. final: the output.
+    """
+    figure, axes = new_figure(3, figsize=(4.8, 5.6))
+    ends = [min((i + 1) * block, len(scores)) for i in range(len(m_i))]
+    edges = [0, *ends]
+    axes[0].plot(range(len(scores)), scores, ".", color=INK, alpha=0.45, markersize=4)
+    axes[0].stairs(m_i, edges, baseline=None, color=COLORS["on_chip"], linewidth=2.2)
+    for upper in axes[:2]:
+        upper.sharex(axes[2])
+        upper.tick_params(labelbottom=False)
+    axes[0].set(ylabel="scores, and m")
+    axes[1].stairs(l_i, edges, baseline=None, color=COLORS["on_chip"], linewidth=2.2)
+    axes[1].set(ylabel="ℓ", ylim=(0, 1.35 * max(l_i)))
+    changed = [i for i in range(1, len(m_i)) if alpha[i] < 1]
+    for i in changed:
+        axes[1].annotate(f" α {alpha[i]:.2f}", (edges[i], 1.32 * max(l_i)), fontsize=9, va="top", color=INK)
+        for row in axes:
+            row.axvline(edges[i], color=INK, linewidth=0.8, linestyle=":")
+    axes[2].axhline(final, color=INK, linewidth=1, linestyle="--")
+    axes[2].plot(ends, partial, **role_style("flash"))
+    axes[2].set(xlabel="keys seen", ylabel="acc / ℓ")
+    alt = (
+        f"Three stacked plots over {len(scores)} keys in {len(m_i)} blocks. The running maximum m climbs from "
+        f"{m_i[0]:.1f} to {m_i[-1]:.1f} in {len(changed)} steps after the first block; at each step the factors alpha "
+        f"({', '.join(f'{alpha[i]:.2f}' for i in changed)}) cut the sum l, which ends at {l_i[-1]:.1f}. The partial "
+        f"output starts at {partial[0]:.2f}, wanders, and meets the final output {final:.2f} only at the last block."
+    )
+    return figure, alt
+
+
+@picture
+def rescale_counts(keys, counts_by_name):
+    """Plot how often the running maximum has changed against the keys seen.
+
+    keys: positions. counts_by_name: {label: (role, measured means, expected values)}, each over `keys`.
+    """
+    figure, axes = new_figure()
+    for label, (role, measured, expected) in counts_by_name.items():
+        style = role_style(role)
+        axes.plot(keys, expected, color=style["color"], linestyle=style["linestyle"])
+        axes.plot(keys, measured, color=style["color"], marker=style["marker"], linestyle="none", label=label)
+    axes.set(xlabel="keys seen", ylabel="changes of m so far", ylim=(0, None))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(keys[::2], [str(n) for n in keys[::2]])
+    axes.minorticks_off()
+    axes.legend(fontsize=9, loc="upper left")
+    parts = [f"{label}: {v[1][-1]:.1f} measured, {v[2][-1]:.1f} expected" for label, v in counts_by_name.items()]
+    alt = (
+        "Mean number of changes of the maximum, growing like the logarithm of the keys seen. "
+        f"After {keys[-1]} keys, {'; '.join(parts)}."
+    )
+    return figure, alt
+
+
+@picture
+def merge_orders(leaves, chain, tree):
+    """Draw two orders of merging four partial softmaxes. Each argument is a list of (m, l).
+
+    leaves: the four blocks. chain: the merges of 1 with 2, then 3, then 4. tree: 1 with 2, 3 with 4, then both.
+    """
+    figure, axes = new_figure(figsize=(4.8, 5.6))
+
+    def box(x, y, state, edge):
+        style = dict(boxstyle="round,pad=0.35", facecolor="none", edgecolor=edge, linewidth=1.8)
+        text = f"m {state[0]:.1f}\nℓ {state[1]:.2f}"
+        axes.text(x, y, text, ha="center", va="center", fontsize=9, color=INK, bbox=style, linespacing=1.15)
+
+    def draw(title, y, top, nodes, edges):
+        """nodes: {name: (x, height above the leaves, state)}; edges: pairs of a lower and an upper name."""
+        places = {i: (i, 0, state) for i, state in enumerate(leaves)} | nodes
+        for low, high in edges:
+            (x, height, _), (x_high, height_high, _) = places[low], places[high]
+            axes.plot([x, x_high], [y + height + 0.4, y + height_high - 0.4], color=INK, linewidth=1)
+        for name, (x, height, state) in places.items():
+            box(x, y + height, state, COLORS["on_chip"] if name in nodes else INK)
+        for i in range(len(leaves)):
+            axes.text(i, y - 0.65, f"block {i + 1}", ha="center", va="center", fontsize=9, color=INK)
+        axes.text(-0.45, y + top, title, fontsize=10, color=INK, va="center")
+
+    staircase = {"a": (0.5, 1.3, chain[0]), "b": (1.25, 2.6, chain[1]), "c": (2.125, 3.9, chain[2])}
+    draw("one after another", 4.8, 4.2, staircase, [(0, "a"), (1, "a"), ("a", "b"), (2, "b"), ("b", "c"), (3, "c")])
+    pairs = {"a": (0.5, 1.3, tree[0]), "b": (2.5, 1.3, tree[1]), "c": (1.5, 2.6, tree[2])}
+    draw("in pairs", 0, 3.0, pairs, [(0, "a"), (1, "a"), (2, "b"), (3, "b"), ("a", "c"), ("b", "c")])
+    axes.set(xlim=(-0.5, 3.5), ylim=(-0.9, 9.3))
+    axes.axis("off")
+    alt = (
+        "Two ways to merge four blocks of keys. One after another, a staircase of three merges; in pairs, a tree of "
+        f"three merges. Both end with m {chain[-1][0]:.1f} and l {chain[-1][1]:.2f}."
+    )
+    return figure, alt
+
+
+# Chapter 3
+
+
+def _tile_box(axes, x, y, width, height, color=INK, fill=0.0, **kwargs):
+    """Draw a rectangle whose outline is the page's ink and whose filling is a colour of a given opacity."""
+    look = dict(facecolor=matplotlib.colors.to_rgba(color, fill), edgecolor=INK, linewidth=0.8) | kwargs
+    axes.add_patch(matplotlib.patches.Rectangle((x, y), width, height, **look))
+
+
+@picture
+def memory_levels(levels):
+    """Draw the memories of a GPU as boxes that widen downwards. levels: [(name, size, who reaches it, role), …]."""
+    figure, axes = new_figure(figsize=(4.8, 3.2))
+    axes.set(xlim=(0, 10), ylim=(-len(levels), 0.1))
+    axes.axis("off")
+    for i, (name, size, reach, role) in enumerate(levels):
+        width = 5.6 + 4.4 * i / (len(levels) - 1)
+        left = (10 - width) / 2
+        _tile_box(axes, left, -i - 0.86, width, 0.82, COLORS[role], 0.22)
+        axes.text(5, -i - 0.24, f"{name}: {size}", ha="center", va="center", fontsize=11, fontweight="bold")
+        axes.text(5, -i - 0.63, reach, ha="center", va="center", fontsize=10)
+    listed = "; ".join(f"{name} {size}, {reach}" for name, size, reach, _ in levels)
+    return figure, f"The memories of a GPU, from small to large: {listed}."
+
+
+@picture
+def tile_walk(blocks_m, blocks_n, current):
+    """Draw the tiles of S in the order of their visit, and what is on chip at the tile current = (row, column)."""
+    figure, axes = new_figure(figsize=(4.8, 4.2))
+    row, column = current
+    axes.set(xlim=(-1.75, blocks_n + 1.75), ylim=(blocks_m + 1.15, -2.6), aspect="equal")
+    axes.axis("off")
+    for i in range(blocks_m):
+        for j in range(blocks_n):
+            step, now = i * blocks_n + j, row * blocks_n + column
+            color, fill = (COLORS["on_chip"], 0.6) if step == now else (INK, 0.12 if step < now else 0.0)
+            _tile_box(axes, j, i, 1, 1, color, fill)
+            weight = "bold" if step == now else "normal"
+            axes.text(j + 0.5, i + 0.5, str(step + 1), ha="center", va="center", fontweight=weight)
+        here = i == row
+        _tile_box(axes, -1.4, i, 0.9, 1, COLORS["on_chip" if here else "device_memory"], 0.6 if here else 0.25)
+        axes.text(-0.95, i + 0.5, "q", ha="center", va="center")
+        finished = ("device_memory", 0.25, "out") if i < row else ("device_memory", 0.0, "")
+        role, fill, label = ("on_chip", 0.6, "acc") if here else finished
+        _tile_box(axes, blocks_n + 0.5, i, 0.9, 1, COLORS[role], fill)
+        axes.text(blocks_n + 0.95, i + 0.5, label, ha="center", va="center", fontsize=9)
+    for j in range(blocks_n):
+        for name, top in (("k", -2.4), ("v", -1.4)):
+            here = j == column
+            _tile_box(axes, j, top, 1, 0.9, COLORS["on_chip" if here else "device_memory"], 0.6 if here else 0.25)
+            axes.text(j + 0.5, top + 0.45, name, ha="center", va="center")
+    for x, role, label in ((-1.4, "on_chip", "on chip now"), (blocks_n / 2 - 0.1, "device_memory", "in device memory")):
+        _tile_box(axes, x, blocks_m + 0.45, 0.45, 0.45, COLORS[role], 0.6 if role == "on_chip" else 0.25)
+        axes.text(x + 0.6, blocks_m + 0.68, label, va="center")
+    alt = (
+        f"The score matrix in {blocks_m} query blocks by {blocks_n} key blocks, visited row by row. At tile "
+        f"{row * blocks_n + column + 1} one block of q, one of k, one of v and the accumulator are on chip; {row} "
+        "blocks of out are already written to device memory."
+    )
+    return figure, alt
+
+
+@picture
+def traffic_by_length(seqlens, bytes_by_name):
+    """Plot bytes moved against sequence length, both on log scales.
+
+    bytes_by_name: {label: (role, opacity, [bytes, …])}.
+    """
+    figure, axes = new_figure()
+    for label, (role, opacity, values) in bytes_by_name.items():
+        axes.plot(seqlens, [value / 1e9 for value in values], label=label, alpha=opacity, **role_style(role))
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="bytes moved (GB)")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(seqlens, [str(n) if i % 2 == 0 else "" for i, n in enumerate(seqlens)])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    ends = "; ".join(f"{label} {values[-1] / 1e9:.3g} GB" for label, (_, _, values) in bytes_by_name.items())
+    return figure, f"Bytes moved against sequence length, both on log scales. At N = {seqlens[-1]}: {ends}."
+
+
+@picture
+def error_by_length(seqlens, errors_by_name, tolerance):
+    """Plot an error against sequence length beside a fixed tolerance.
+
+    errors_by_name: {label: (role, [measured, …], [predicted, …])}: marks and line.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.3))
+    for label, (role, measured, predicted) in errors_by_name.items():
+        style = role_style(role)
+        axes.plot(seqlens, predicted, **(style | {"marker": "none"}))
+        axes.plot(seqlens, measured, label=label, **(style | {"linestyle": "none"}))
+    axes.axhline(tolerance, color=INK, linewidth=1)
+    axes.annotate(f"tolerance {tolerance:g}", (seqlens[0], tolerance), va="top", fontsize=9, color=INK, xytext=(0, -3),
+                  textcoords="offset points")  # fmt: skip
+    axes.set(xscale="log", yscale="log", xlabel="number of keys N", ylabel="largest error in out")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_xticks(seqlens, [str(n) if i % 2 == 0 else "" for i, n in enumerate(seqlens)])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    ends = "; ".join(
+        f"{label}: from {m[0]:.2g} at N = {seqlens[0]} to {m[-1]:.1g} at N = {seqlens[-1]}, under the tolerance at "
+        f"{sum(x < tolerance for x in m)} of {len(m)} lengths"
+        for label, (_, m, _) in errors_by_name.items()
+    )
+    return figure, f"Largest error against the number of keys, measured on the predicted lines. {ends}."
+
+
+@picture
+def tile_kinds(kinds):
+    """Draw the tiles of S by kind. kinds: rows of "full", "cut" or "skipped"."""
+    figure, axes = new_figure(figsize=(4.8, 4.2))
+    rows, columns = len(kinds), len(kinds[0])
+    axes.set(xlim=(-0.5, columns + 0.1), ylim=(rows + 1.2, -0.6), aspect="equal")
+    axes.axis("off")
+    looks = {
+        "full": dict(color=COLORS["flash"], fill=0.55),
+        "cut": dict(color=COLORS["standard"], fill=0.35, hatch="///"),
+        "skipped": dict(color=INK, fill=0.0),
+    }
+    for i, row in enumerate(kinds):
+        for j, kind in enumerate(row):
+            _tile_box(axes, j, i, 1, 1, **looks[kind])
+    axes.text(columns / 2, -0.15, "key blocks", ha="center")
+    axes.text(-0.12, rows / 2, "query blocks", rotation=90, ha="right", va="center")
+    counts = {kind: sum(row.count(kind) for row in kinds) for kind in looks}
+    for x, (kind, look) in zip((0, 0.36, 0.68), looks.items(), strict=True):
+        _tile_box(axes, x * columns, rows + 0.45, 0.5, 0.5, **look)
+        axes.text(x * columns + 0.65, rows + 0.7, f"{kind}: {counts[kind]}", va="center")
+    listed = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    alt = f"The score matrix in {rows} by {columns} tiles, causal: {listed}; the cut ones lie on the diagonal."
+    return figure, alt
+
+
+@picture
+def program_grid(n_rows, n_cols, block_m, block_n):
+    """Draw a matrix cut into the tiles of a 2-D grid of programs; the cells that a mask keeps out are crossed."""
+    grid_m, grid_n = -(-n_rows // block_m), -(-n_cols // block_n)
+    figure, axes = new_figure()
+    for row in range(grid_m * block_m):
+        for col in range(grid_n * block_n):
+            style = {"fill": False, "hatch": "xx", "alpha": 0.4}
+            if row < n_rows and col < n_cols:
+                style = {"facecolor": COLORS["device_memory"], "alpha": 0.35}
+            style |= {"edgecolor": INK, "linewidth": 0.4}
+            axes.add_patch(matplotlib.patches.Rectangle((col + 0.06, row + 0.06), 0.88, 0.88, **style))
+    for i in range(grid_m):
+        for j in range(grid_n):
+            x, y = j * block_n, i * block_m
+            style = {"fill": False, "edgecolor": COLORS["flash"], "linewidth": 2.2}
+            axes.add_patch(matplotlib.patches.Rectangle((x, y), block_n, block_m, **style))
+            x, y = (x + min(x + block_n, n_cols)) / 2, (y + min(y + block_m, n_rows)) / 2
+            axes.text(x, y, f"{i}, {j}", ha="center", va="center", weight="bold", fontsize=12)
+    axes.set(xlim=(-0.2, grid_n * block_n + 0.2), ylim=(grid_m * block_m + 0.2, -0.2), aspect="equal")
+    axes.axis("off")
+    left_out = grid_m * block_m * grid_n * block_n - n_rows * n_cols
+    alt = (
+        f"A matrix of {n_rows} by {n_cols} elements under a grid of {grid_m} by {grid_n} programs with tiles of "
+        f"{block_m} by {block_n}. The last tiles reach past the matrix: {left_out} crossed cells must be masked."
+    )
+    return figure, alt
+
+
+@picture
+def memory_cells(n_cells, tiles, first=0):
+    """Draw a strip of memory for each tile and mark the cells that the tile's pointers hit.
+
+    tiles: {title: (rows, cols, stride_row, stride_col)}, in elements from cell `first`. A marked cell carries the
+    (row, col) of the tile's element that points at it; one colour for each row of the tile.
+    """
+    row_colors = list(COLORS.values())
+    figure, axes = new_figure(len(tiles), 1, figsize=(4.8, 0.95 * len(tiles)))
+    sentences = []
+    for ax, (title, (rows, cols, stride_row, stride_col)) in zip(axes, tiles.items(), strict=True):
+        hit = {first + r * stride_row + c * stride_col: (r, c) for r in range(rows) for c in range(cols)}
+        for cell in range(n_cells):
+            r, c = hit.get(cell, (None, None))
+            style = {"fill": False} if r is None else {"facecolor": row_colors[r], "alpha": 0.45}
+            ax.add_patch(matplotlib.patches.Rectangle((cell, 0), 1, 1, edgecolor=INK, linewidth=0.6, **style))
+            if r is not None:
+                ax.text(cell + 0.5, 0.5, f"{r},{c}", ha="center", va="center", fontsize=9)
+            ax.text(cell + 0.5, -0.12, str(cell), ha="center", va="top", fontsize=8)
+        ax.set(xlim=(-0.1, n_cells + 0.1), ylim=(-0.6, 1.1))
+        ax.set_title(title, loc="left", fontsize=10)
+        ax.axis("off")
+        sentences.append(f"{title}: the tile's rows hit the cells " + "; ".join(
+            ", ".join(str(first + r * stride_row + c * stride_col) for c in range(cols)) for r in range(rows)
+        ))  # fmt: skip
+    return figure, f"Strips of {n_cells} memory cells. " + ". ".join(sentences) + "."
+
+
+@picture
+def head_rows(cases):
+    """Draw what a block of channels reads of a row in memory.
+
+    cases: (label, head_dim, block, masked) each, label being two lines. The row starts at 0, the next one at head_dim.
+    """
+    figure, axes = new_figure(figsize=(4.8, 0.85 * len(cases) + 0.5))
+    sentences = []
+    for i, (label, head_dim, block, masked) in enumerate(cases):
+        read, dropped, over = min(head_dim, block), max(head_dim - block, 0), max(block - head_dim, 0)
+        hidden, foreign = {"fill": False, "hatch": "//"}, {"facecolor": COLORS["standard"], "alpha": 0.6}
+        parts = [
+            (0, read, f"{read} read", {"facecolor": COLORS["flash"], "alpha": 0.5}),
+            (head_dim, over, f"{over} masked" if masked else f"{over} next row", hidden if masked else foreign),
+            (block, dropped, f"{dropped}\nlost", {"fill": False, "hatch": "xx", "linestyle": "--"}),
+        ]
+        for start, width, text, style in parts:
+            if width:
+                style |= {"edgecolor": INK, "linewidth": 0.8}
+                axes.add_patch(matplotlib.patches.Rectangle((start, i - 0.28), width, 0.56, **style))
+                at, side = (start + width + 2, "left") if "hatch" in style else (start + width / 2, "center")
+                axes.text(at, i, text, ha=side, va="center", fontsize=9)
+        axes.plot([head_dim, head_dim], [i - 0.42, i + 0.42], color=INK, linewidth=2.2)
+        sentences.append(
+            f"{label.replace(chr(10), ', ')}: reads {read} of {head_dim} channels, loses {dropped}, "
+            f"{'masks' if masked else 'takes in'} {over} behind the row's end"
+        )
+    axes.set_yticks(range(len(cases)), [label for label, *_ in cases])
+    axes.set(xlim=(0, 178), ylim=(len(cases) - 0.45, -0.55), xlabel="channels from the start of the row")
+    axes.set_xticks([0, 64, 96, 128])
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=False)
+    return figure, ". ".join(sentences) + "."
+
+
+@picture
+def backward_dataflow():
+    """Draw forward and backward as two columns: what is in device memory, and what exists one tile at a time."""
+    figure, axes = new_figure(figsize=(4.8, 5.2))
+    axes.set(xlim=(0, 10), ylim=(0, 10.6))
+    axes.axis("off")
+    stored = {"Q": (1.0, 9.3), "K": (3.2, 9.3), "V": (0.5, 3.6), "L": (4.2, 5.6), "O": (1.9, 1.9), "dO": (8.6, 1.9)}
+    stored |= {"dQ": (5.9, 9.3), "dK": (8.8, 9.3), "dV": (9.4, 4.6), "δ": (5.2, 1.9)}
+    tiles = {"S": (1.9, 7.3), "P": (1.9, 5.0), "dP": (6.7, 4.1), "dS": (7.0, 6.7)}
+    formulas = {"S": "scale Q Kᵀ", "P": "exp(S − L)", "O": "P V", "dV": "Pᵀ dO", "dP": "dO Vᵀ", "dS": "P ∘ (dP − δ)"}
+    formulas |= {"dQ": "scale dS K", "dK": "scale dSᵀ Q", "δ": "rowsum(dO ∘ O)"}
+    places = stored | tiles
+    for name, (x, y) in places.items():
+        color, line = (COLORS["on_chip"], "--") if name in tiles else (COLORS["device_memory"], "-")
+        box = dict(boxstyle="round,pad=0.3", fc="none", ec=color, ls=line, lw=1.6)
+        text = f"{name}\n{formulas[name]}" if name in formulas else name
+        axes.text(x, y, text, ha="center", va="center", bbox=box, fontsize=9, zorder=3)
+    arrows = ["Q S", "K S", "S P", "P O", "V O", "S L", "O δ", "dO δ", "dO dP", "δ dS", "dP dS", "dS dQ"]
+    arrows += ["dS dK", "dO dV"]
+    for start, end in (pair.split() for pair in arrows):
+        style = dict(arrowstyle="->", color=INK, lw=1.0, shrinkA=19, shrinkB=44 if end == "δ" else 19)
+        axes.annotate("", places[end], places[start], arrowprops=style)
+    axes.text(2.2, 10.2, "forward ↓", ha="center", fontsize=10, weight="bold")
+    axes.text(7.6, 10.2, "backward ↑", ha="center", fontsize=10, weight="bold")
+    axes.text(5, 0.75, "solid: whole, in device memory", ha="center", fontsize=9, color=COLORS["device_memory"])
+    axes.text(5, 0.15, "dashed: one tile at a time, on chip", ha="center", fontsize=9, color=COLORS["on_chip"])
+    return figure, (
+        "Data flow. Forward: Q and K give S, S gives P and L, P and V give O. Backward: dO and V give dP; O and dO give "
+        "delta; P, dP and delta give dS; dS gives dQ with K and dK with Q; P and dO give dV. S, P, dP and dS exist one "
+        "tile at a time on chip; Q, K, V, O, L, delta, dO, dQ, dK and dV lie whole in device memory."
+    )
+
+
+@picture
+def loop_orders(n_blocks_m, n_blocks_n):
+    """Draw the two loop orders of the backward pass over the grid of score tiles, and who writes which gradient."""
+    figure, panels = new_figure(rows=2, figsize=(4.8, 6.4))
+    titles = ("One nest: a program per key block", "dQ on its own: a program per query block")
+    for panel, (axes, title) in enumerate(zip(panels, titles, strict=True)):
+        axes.set(xlim=(-1.6, n_blocks_n + 2.4), ylim=(n_blocks_m + (0.2 if panel else 1.9), -1.0), aspect="equal")
+        axes.axis("off")
+        axes.set_title(title, fontsize=10)
+        chosen = 1
+        for m in range(n_blocks_m):
+            for n in range(n_blocks_n):
+                mine = (m if panel else n) == chosen
+                fill = dict(fc=COLORS["flash"], alpha=0.35) if mine else dict(fc="none", alpha=0.5)
+                axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, ec=INK, lw=0.8, **fill))
+        along = dict(arrowstyle="->", color=INK, lw=1.6)
+        if panel:
+            axes.annotate("", (n_blocks_n - 0.1, chosen + 0.5), (0.1, chosen + 0.5), arrowprops=along)
+        else:
+            axes.annotate("", (chosen + 0.5, n_blocks_m - 0.1), (chosen + 0.5, 0.1), arrowprops=along)
+        for m in range(n_blocks_m):
+            shared = panel == 0
+            mine = shared or m == chosen
+            color = COLORS["standard"] if shared else COLORS["on_chip"]
+            box = dict(ec=INK if shared else color, fc=color if mine else "none", hatch="///" if shared else None)
+            box["alpha"] = 0.6
+            axes.add_patch(matplotlib.patches.Rectangle((n_blocks_n + 0.35, m + 0.08), 0.6, 0.84, lw=1, **box))
+        writers = f"{n_blocks_n} writers" if panel == 0 else "1 writer"
+        axes.text(n_blocks_n + 1.1, n_blocks_m / 2, f"dQ\n{writers}\na block", va="center", fontsize=9)
+        if panel == 0:
+            for n in range(n_blocks_n):
+                box = dict(ec=COLORS["on_chip"], fc=COLORS["on_chip"] if n == chosen else "none", alpha=0.6)
+                axes.add_patch(matplotlib.patches.Rectangle((n + 0.08, n_blocks_m + 0.35), 0.84, 0.6, lw=1, **box))
+            axes.text(n_blocks_n / 2, n_blocks_m + 1.55, "dK, dV: 1 writer a block", ha="center", fontsize=9)
+        axes.text(n_blocks_n / 2, -0.25, "key blocks", ha="center", fontsize=9)
+        axes.text(-0.25, n_blocks_m / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=9)
+    return figure, (
+        f"Two grids of {n_blocks_m} query blocks by {n_blocks_n} key blocks. Above, a program runs down one column: it "
+        f"alone writes its block of dK and dV, but each block of dQ gets writes from all {n_blocks_n} programs. Below, "
+        "a program runs along one row and alone writes its block of dQ."
+    )
+
+
+@picture
+def summation_spread(ulps):
+    """Plot how often a sum of the same fp32 numbers, taken in random orders, lands how far from the exact sum.
+
+    ulps: one signed distance for each order, in units of the last place of the sum.
+    """
+    figure, axes = new_figure()
+    counts = {u: list(ulps).count(u) for u in sorted(set(ulps))}
+    axes.bar(list(counts), list(counts.values()), width=0.8, color=COLORS["standard"], edgecolor=INK, linewidth=0.5)
+    axes.set(xlabel="distance from the exact sum (last-place units)", ylabel="orders of addition")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    common = max(counts, key=counts.get)
+    return figure, (
+        f"Bar chart: {len(ulps)} orders of adding the same fp32 numbers give {len(counts)} different sums, from "
+        f"{min(ulps)} to {max(ulps)} units in the last place off the exact sum; the most common distance is {common}, "
+        f"in {counts[common]} orders."
+    )
+
+
+@picture
+def kept_bytes(seqlens, bytes_by_name):
+    """Plot what autograd keeps for the backward pass by sequence length. bytes_by_name: {label: (role, bytes)}."""
+    figure, axes = new_figure()
+    for label, (role, values) in bytes_by_name.items():
+        axes.plot(seqlens, [value / 2**20 for value in values], label=label, **role_style(role))
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="kept for backward (MiB)")
+    axes.set_xticks(seqlens, [str(n) for n in seqlens])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    spans = [
+        f"{label}: {values[0] / 2**20:.2g} to {values[-1] / 2**20:.2g} MiB"
+        for label, (_, values) in bytes_by_name.items()
+    ]
+    return figure, f"Bytes kept for the backward pass from N={seqlens[0]} to N={seqlens[-1]}. " + "; ".join(spans) + "."
+
+
+@picture
+def matmul_counts(counts):
+    """Draw the matrix products of a training step as bars. counts: {label: (forward, backward, computed again)}."""
+    figure, axes = new_figure(figsize=(4.8, 3.2))
+    labels = list(counts)
+    parts = {
+        "forward": dict(color=INK, alpha=0.35),
+        "backward": dict(color=COLORS["flash"], alpha=0.9),
+        "computed again": dict(color=COLORS["standard"], alpha=0.9, hatch="///"),
+    }
+    left = [0] * len(labels)
+    for i, (name, look) in enumerate(parts.items()):
+        values = [counts[label][i] for label in labels]
+        axes.barh(labels, values, left=left, height=0.6, label=name, edgecolor=INK, linewidth=0.5, **look)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    double = 2 * sum(counts[labels[0]])
+    axes.axvline(double, color=INK, linewidth=1, linestyle=":")
+    axes.text(double - 0.15, -0.45, "twice", ha="right", va="bottom", fontsize=9)
+    axes.set(xlabel="matrix products, forward and backward", xlim=(0, double + 0.5))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=9, handlelength=1.2, columnspacing=1)
+    totals = [f"{' '.join(label.split())}: {sum(n)} of which {n[2]} again" for label, n in counts.items()]
+    alt = f"Bars of matrix products in one training step. {'; '.join(totals)}. A dotted line marks {double}, twice the first."
+    return figure, alt
+
+
+@picture
+def backward_mask_tiles(panels):
+    """Draw which score tiles the backward kernels skip, mask and take in full. panels: {title: rows of kinds}."""
+    figure, axes_list = new_figure(rows=len(panels), figsize=(4.8, 2.7 * len(panels)))
+    looks = {
+        "full": dict(fc=COLORS["flash"]),
+        "masked": dict(fc=COLORS["standard"], hatch="///"),
+        "skipped": dict(fc="none"),
+    }
+    looks = {kind: look | dict(ec=INK, lw=0.8, alpha=0.55) for kind, look in looks.items()}
+    for axes, (title, kinds) in zip(axes_list, panels.items(), strict=True):
+        for m, row in enumerate(kinds):
+            for n, kind in enumerate(row):
+                axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, **looks[kind]))
+        axes.set(xlim=(-1.2, len(kinds[0]) + 3.4), ylim=(len(kinds) + 0.1, -0.9), aspect="equal")
+        axes.axis("off")
+        axes.set_title(title, fontsize=10)
+        axes.text(len(kinds[0]) / 2, -0.2, "key blocks", ha="center", fontsize=9)
+        axes.text(-0.2, len(kinds) / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=9)
+        for i, kind in enumerate(("full", "masked", "skipped")):
+            corner = (len(kinds[0]) + 0.5, i * 1.3 + 0.8)
+            axes.add_patch(matplotlib.patches.Rectangle(corner, 0.8, 0.8, **looks[kind]))
+            axes.text(len(kinds[0]) + 1.5, i * 1.3 + 1.2, kind, va="center", fontsize=9)
+    counted = {title: sum(row.count("masked") for row in kinds) for title, kinds in panels.items()}
+    return figure, "Grids of score tiles. " + "; ".join(f"{title}: {n} masked" for title, n in counted.items()) + "."
+
+
+@picture
+def matrix_lifetimes(lives, steps, backward_from):
+    """Draw which N x N matrices are alive in which step of the forward and the backward pass.
+
+    lives: {name: (first, last)}, the steps in which each matrix is alive, both included.
+    steps: names of the steps in order; the backward pass begins with number backward_from.
+    """
+    alive = [sum(first <= i <= last for first, last in lives.values()) for i in range(len(steps))]
+    peak = alive.index(max(alive))
+    figure, axes = new_figure(figsize=(4.8, 3.4))
+    axes.axvspan(peak - 0.5, peak + 0.5, color=INK, alpha=0.1, linewidth=0)
+    for row, (first, last) in enumerate(lives.values()):
+        axes.barh(row, last - first + 1, left=first - 0.5, height=0.62, color=COLORS["standard"])
+    for i, count in enumerate(alive):
+        axes.text(i, len(lives) - 0.15, str(count), ha="center", va="center", weight="bold" if i == peak else "normal")
+    axes.axvline(backward_from - 0.5, color=INK, linewidth=1, linestyle=":")
+    axes.text(backward_from - 0.65, -0.75, "forward", ha="right", va="center")
+    axes.text(backward_from - 0.35, -0.75, "backward", ha="left", va="center")
+    axes.set_yticks(range(len(lives) + 1), [*lives, "alive"])
+    axes.set_xticks(range(len(steps)), steps, rotation=60, ha="right", rotation_mode="anchor")
+    axes.set(xlim=(-0.5, len(steps) - 0.5), ylim=(len(lives) + 0.3, -1.2))
+    axes.grid(False)
+    spans = "; ".join(f"{name} from {steps[first]} to {steps[last]}" for name, (first, last) in lives.items())
+    alt = f"N×N matrices alive in each step. {spans}. The most, {max(alive)}, are alive in step {steps[peak]}."
+    return figure, alt
+
+
+@picture
+def trips_by_step(steps):
+    """Draw the bytes that each step reads and writes as bars. steps: [(name, read bytes, written bytes), …]."""
+    figure, axes = new_figure(figsize=(4.8, 2.6))
+    color = COLORS["device_memory"]
+    for row, (_, read, written) in enumerate(steps):
+        axes.barh(row, read / 1e9, height=0.6, color=color, label="read" if row == 0 else None)
+        axes.barh(
+            row, written / 1e9, left=read / 1e9, height=0.6, facecolor="none", edgecolor=color, hatch="///",
+            label="written" if row == 0 else None,
+        )  # fmt: skip
+    axes.set_yticks(range(len(steps)), [name for name, _, _ in steps])
+    axes.invert_yaxis()
+    axes.set(xlabel="bytes through device memory (GB)")
+    axes.grid(axis="y", visible=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    parts = "; ".join(f"{name} reads {read / 1e9:.3f} GB and writes {new / 1e9:.3f}" for name, read, new in steps)
+    total = sum(read + written for _, read, written in steps)
+    return figure, f"Bytes of each step of attention: {parts}. Together {total / 1e9:.2f} GB."
+
+
+@picture
+def roofline(points, gpus):
+    """Plot the rate that the bytes allow against arithmetic intensity.
+
+    points: {label: (role, FLOP per byte, where its label goes: "left" or "below")}, drawn on the first GPU's roof.
+    gpus: {label: (FLOP per second, bytes per second)}.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.4))
+    low, high = 4, 8192
+    for (label, (flops, bandwidth)), line in zip(gpus.items(), ("-", "--", ":"), strict=False):
+        ridge = flops / bandwidth
+        rates = [x * bandwidth / 1e12 for x in (low, ridge)] + [flops / 1e12]
+        axes.plot([low, ridge, high], rates, color=INK, linestyle=line, linewidth=1.2, label=label)
+    flops, bandwidth = next(iter(gpus.values()))
+    parts = []
+    for label, (role, intensity, side) in points.items():
+        rate = min(flops, intensity * bandwidth) / 1e12
+        axes.plot(intensity, rate, **role_style(role) | {"linestyle": "none"}, markersize=8)
+        offset = (-8, 4) if side == "left" else (6, -14)
+        axes.annotate(label, (intensity, rate), offset, textcoords="offset points", ha="right", va="center")
+        parts.append(f"{label} at {intensity:.0f} FLOP per byte, at most {rate:.0f} TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="TFLOP/s at most")
+    axes.set_xlim(low, high)
+    ticks = [4, 16, 64, 256, 1024, 8192]
+    axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.set_yticks([10, 100, 1000], ["10", "100", "1000"])
+    axes.minorticks_off()
+    axes.legend(loc="lower right", fontsize=9)
+    roofs = "; ".join(f"{label} turns flat at {top / rate:.0f} FLOP per byte" for label, (top, rate) in gpus.items())
+    return figure, f"Roofline of {roofs}. On {next(iter(gpus))}: {'; '.join(parts)}."
+
+
+@picture
+def memory_shares(models):
+    """Draw what fills the memory, as shares of the whole: one row of bars for each model, one bar for each length.
+
+    models: {name: {N: {"weights": bytes, "other": bytes, "attention": bytes}}}, two names or more.
+    """
+    looks = {
+        "attention": {"color": COLORS["standard"]},
+        "other": {"facecolor": "none", "edgecolor": COLORS["device_memory"], "hatch": "///"},
+        "weights": {"color": INK, "alpha": 0.45},
+    }
+    names = {"attention": "N×N matrices", "other": "other activations", "weights": "weights and optimizer"}
+    figure, rows = new_figure(len(models), 1, figsize=(4.8, 1.2 + 1.9 * len(models)))
+    parts = []
+    for axes, (model, by_length) in zip(rows, models.items(), strict=True):
+        for i, (n, sizes) in enumerate(by_length.items()):
+            total, bottom = sum(sizes.values()), 0
+            for part, look in looks.items():
+                share = 100 * sizes[part] / total
+                axes.bar(i, share, 0.62, bottom, label=names[part] if i == 0 and not parts else None, **look)
+                bottom += share
+            axes.text(i, 102, f"{total / 1e9:.0f} GB", ha="center", va="bottom")
+            share = 100 * sizes["attention"] / total
+            parts.append(f"{model} at N={n}: {share:.0f} % of {total / 1e9:.0f} GB are N×N matrices")
+        axes.set_xticks(range(len(by_length)), [str(n) for n in by_length])
+        axes.set_yticks([0, 50, 100])
+        axes.set(ylim=(0, 122), ylabel="% of memory")
+        axes.set_title(model, fontsize=10, loc="left")
+        axes.grid(axis="x", visible=False)
+    rows[-1].set_xlabel("sequence length N")
+    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9)
+    return figure, "; ".join(parts) + "."
+
+
+@picture
+def program_map(kinds, program, block_n, seqlen_k):
+    """Draw what one program of the causal forward kernel reads and writes, over the tiles of the score matrix.
+
+    kinds: rows of "full", "cut" or "skipped", one row per query block. program: the row to point out.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.9))
+    rows, columns = len(kinds), len(kinds[0])
+    looks = {
+        "full": dict(facecolor=COLORS["flash"], alpha=0.55),
+        "cut": dict(facecolor="none", hatch="////", edgecolor=COLORS["standard"]),
+        "skipped": dict(facecolor="none", edgecolor=INK, alpha=0.25),
+    }
+    for row, kinds_of_row in enumerate(kinds):
+        for column, kind in enumerate(kinds_of_row):
+            axes.add_patch(matplotlib.patches.Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, **looks[kind]))
+    last = max(column for column, kind in enumerate(kinds[program]) if kind != "skipped") + 1
+    outline = dict(fill=False, edgecolor=INK, linewidth=1.8)
+    axes.add_patch(matplotlib.patches.Rectangle((0, program), last, 1, **outline))
+    axes.add_patch(matplotlib.patches.Rectangle((0.06, -1.25), last - 0.12, 0.75, facecolor=COLORS["device_memory"], alpha=0.45))
+    axes.text(last / 2, -0.87, f"reads K, V: keys 0 to {min(last * block_n, seqlen_k) - 1}", ha="center", va="center", fontsize=9)
+    for y, text in ((program + 0.3, "reads Q"), (program + 0.72, "writes O, L")):
+        axes.text(columns + 0.12, y, text, va="center", fontsize=9)
+    for column, kind in enumerate(looks):
+        x = 0.1 + column * 2.1
+        axes.add_patch(matplotlib.patches.Rectangle((x, rows + 0.35), 0.55, 0.55, **looks[kind]))
+        axes.text(x + 0.68, rows + 0.63, kind, va="center", fontsize=9)
+    axes.set(xlim=(-0.1, columns + 1.75), ylim=(rows + 1.05, -1.4), aspect="equal")
+    axes.axis("off")
+    counts = {kind: sum(row.count(kind) for row in kinds) for kind in looks}
+    alt = (
+        f"A grid of {rows} query blocks by {columns} key blocks: {counts['full']} tiles are full, {counts['cut']} cut by "
+        f"the diagonal and the ragged edge, {counts['skipped']} skipped. Query block {program} is outlined: its program reads its rows "
+        f"of Q, the keys and values of its {last} tiles, and writes its rows of O and L."
+    )
+    return figure, alt
+
+
+@picture
+def tile_journey(shared_kib, register_kib):
+    """Draw one round of the forward kernel's inner loop: where each tile lies and what moves.
+
+    shared_kib, register_kib: {name: KiB} of the tiles in shared memory (q k v) and in registers (s p acc).
+    """
+    figure, axes = new_figure(figsize=(4.8, 4.4))
+    lanes = {"device memory": (8.2, "device_memory"), "shared memory": (4.9, "on_chip"), "registers": (0, "flash")}
+    heights = {"device memory": 1.9, "shared memory": 2.3, "registers": 4.0}
+    for name, (y, role) in lanes.items():
+        axes.add_patch(matplotlib.patches.Rectangle((0, y), 10, heights[name], facecolor=COLORS[role], alpha=0.13))
+        axes.text(4.9, y + heights[name] - 0.12, name, va="top", fontsize=9, color=INK)
+
+    def box(x, y, text, role, width=2.1, height=0.95):
+        axes.add_patch(
+            matplotlib.patches.Rectangle((x, y), width, height, facecolor=COLORS[role], alpha=0.35, edgecolor=COLORS[role])
+        )
+        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
+
+    for x, name in ((0.4, "Q"), (3.5, "K"), (6.9, "V")):
+        box(x, 8.4, f"{name} tile", "device_memory")
+        box(x, 5.15, f"{name} {shared_kib[name.lower()]:.0f} KiB", "on_chip")
+    box(0.4, 2.3, f"S {register_kib['s']:.0f} KiB", "flash")
+    box(4.0, 2.3, f"P {register_kib['p']:.0f} KiB", "flash")
+    box(0.4, 0.25, "m, ℓ, α", "flash")
+    box(6.9, 0.25, f"acc {register_kib['acc']:.0f} KiB", "flash")
+
+    def arrow(start, end, number, where=0.5, dx=0.28):
+        axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=INK, linewidth=1.1))
+        x, y = (a + (b - a) * where for a, b in zip(start, end, strict=True))
+        axes.text(x + dx, y, number, fontsize=9, fontweight="bold", va="center", ha="center")
+
+    arrow((1.45, 8.4), (1.45, 6.1), "0")
+    arrow((4.55, 8.4), (4.55, 6.1), "1")
+    arrow((7.95, 8.4), (7.95, 6.1), "4")
+    arrow((1.2, 5.15), (1.2, 3.25), "2", dx=-0.3)
+    arrow((4.2, 5.15), (2.1, 3.25), "2", dx=0.35)
+    arrow((2.5, 2.78), (4.0, 2.78), "3", dx=0, where=0.5)
+    axes.texts[-1].set_y(3.15)
+    arrow((1.2, 2.3), (1.2, 1.2), "3", dx=-0.3)
+    arrow((2.5, 0.72), (6.9, 0.72), "α", dx=0)
+    axes.texts[-1].set_y(1.08)
+    arrow((5.6, 2.3), (7.2, 1.2), "5", dx=-0.35)
+    arrow((7.95, 5.15), (7.95, 1.2), "5", where=0.45)
+    axes.set(xlim=(0, 10), ylim=(0, 10.2))
+    axes.axis("off")
+    alt = (
+        "Three bands. Tiles of Q, K and V move from device memory to shared memory; Q once, K and V in each round. From Q and K in "
+        f"shared memory the score tile S ({register_kib['s']:.0f} KiB) is made in registers, from S the probabilities P "
+        f"({register_kib['p']:.0f} KiB) and the row state m, ℓ, α, and P with V adds to acc ({register_kib['acc']:.0f} KiB), which α has "
+        "rescaled. Nothing goes back to device memory in the loop."
+    )
+    return figure, alt
+
+
+@picture
+def budget_ratios(ratios):
+    """Plot error over budget, one row per implementation and one mark per dtype.
+
+    ratios: {implementation: (role, {dtype: ratio})}; an infinite ratio stands at the right edge.
+    """
+    figure, axes = new_figure(figsize=(4.8, 0.62 * len(ratios) + 1.25))
+    marks = {"fp32": "^", "fp16": "s", "bf16": "o"}
+    largest = max(ratio for _, by_dtype in ratios.values() for ratio in by_dtype.values() if ratio < float("inf"))
+    edge = largest * 30
+    for row, (role, by_dtype) in enumerate(ratios.values()):
+        for dtype, ratio in by_dtype.items():
+            axes.plot(min(ratio, edge), row, marks[dtype], color=COLORS[role], markersize=7, clip_on=False)
+            if ratio == float("inf"):
+                axes.annotate("∞", (edge, row), xytext=(7, 0), textcoords="offset points", va="center", annotation_clip=False)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.text(1.15, -0.62, "budget", fontsize=9, va="center")
+    for dtype, mark in marks.items():
+        axes.plot([], [], mark, color=INK, label=dtype)
+    figure.legend(fontsize=9, ncols=3, loc="outside lower center", handletextpad=0.1)
+    axes.set(xscale="log", ylim=(len(ratios) - 0.5, -0.9), xlabel="error / budget")
+    axes.set_yticks(range(len(ratios)), list(ratios), fontsize=9)
+    powers = [power for power in range(0, 10, 2) if 10**power < edge]
+    axes.set_xticks([10.0**power for power in powers], ["10" + "⁰¹²³⁴⁵⁶⁷⁸⁹"[power] if power else "1" for power in powers])
+    axes.minorticks_off()
+    axes.grid(axis="y", visible=False)
+    parts = [
+        f"{name}: " + ", ".join("infinite" if ratio == float("inf") else f"{ratio:.2g} in {dtype}" for dtype, ratio in by_dtype.items())
+        for name, (_, by_dtype) in ratios.items()
+    ]
+    return figure, "Error as a multiple of the budget. " + "; ".join(parts) + "."

@@ -1,0 +1,72 @@
+"""Import this first in a notebook: it picks the device, and where there is no GPU it switches on Triton's interpreter.
+
+It prints one line that says what kernels run on. TRITON_INTERPRET=1 must be set before Triton is first imported, so
+this import comes first. Where Triton does not exist (macOS, Windows) cells that begin with ``# needs Triton`` say so in one line instead of running.
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+device = torch.device("cuda" if HAS_GPU else "cpu")
+NEEDS_TRITON = "# needs Triton"
+
+
+def _choose_interpreter():
+    """Switch the interpreter on where there is no GPU, and return the line that says what kernels run on."""
+    if not HAS_TRITON:
+        return f"Triton is not installed on this machine ({platform.system()}): cells that need it are skipped."
+    if not HAS_GPU:
+        if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+            return "Triton was imported before flashattn.notebook: restart the kernel and run this cell first."
+        os.environ["TRITON_INTERPRET"] = "1"
+    versions = f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return f"No GPU in use: kernels run on the CPU in Triton's interpreter, slowly, with the same steps ({versions})."
+    return f"Kernels run on {torch.cuda.get_device_name()} ({versions})."
+
+
+def _skip_cells_that_need_triton(lines):
+    """Replace a cell marked with ``# needs Triton`` by a line that says it was skipped; IPython calls this per cell."""
+    if lines and lines[0].strip() == NEEDS_TRITON:
+        return [f"print('Skipped: this cell needs Triton, which is not installed here ({platform.system()}).')\n"]
+    return lines
+
+
+def _set_up_ipython():
+    """Register the skipping of kernel cells, inside IPython only."""
+    from IPython import get_ipython
+
+    shell = get_ipython()
+    if shell is not None and not HAS_TRITON:
+        shell.input_transformers_cleanup.append(_skip_cells_that_need_triton)
+
+
+def glue(name, value, display=False):
+    """Hand a computed value to the prose of the built page; without myst_nb (Colab, say) do nothing."""
+    if importlib.util.find_spec("myst_nb") is not None:
+        from myst_nb import glue as myst_glue
+
+        myst_glue(name, value, display=display)
+
+
+def must_fail(check, answer):
+    """Show that a check rejects a wrong answer: raise AssertionError if it does not."""
+    try:
+        check(answer)
+    except AssertionError as reason:
+        print(f"The check rejects it: {reason}")
+    else:
+        raise AssertionError(f"{check.__name__} accepts a wrong answer")
+
+
+print(_choose_interpreter())
+if importlib.util.find_spec("IPython") is not None:
+    _set_up_ipython()
+torch.manual_seed(0)

@@ -1,0 +1,54 @@
+"""The import directions of the package, read from its source (imports inside functions count too)."""
+
+import ast
+from pathlib import Path
+
+import flashattn
+
+PACKAGE = Path(flashattn.__file__).parent
+# module -> the modules of the package it may import
+MAY_IMPORT = {
+    "__init__": {"api", "reference", "tiled"},
+    "reference": set(),
+    "derivative": set(),
+    "tiled": {"reference", "derivative"},
+    "testing": {"reference"},
+    "primitives": set(),
+    "configs": set(),
+    "forward": {"primitives", "configs"},
+    "backward": {"primitives", "configs"},
+    "api": {"forward", "backward", "primitives", "configs", "derivative"},
+    "cost": set(),
+    "bench": {"cost", "api", "testing"},
+    "figures": {"cost"},
+    "notebook": set(),
+}
+WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "__init__", "bench"}
+MAY_PLOT = {"figures", "explorer", "notebook"}
+
+
+def imports(path):
+    """Return (modules of the package, outside packages) that a file imports."""
+    inside, outside = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            inside |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            outside.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            outside |= {alias.name.split(".")[0] for alias in node.names}
+    return inside, outside
+
+
+def test_directions():
+    files = {path.stem: path for path in PACKAGE.glob("*.py")}
+    assert set(files) == set(MAY_IMPORT), "a module was added or removed: say here what it may import"
+    for name, path in files.items():
+        inside, outside = imports(path)
+        assert inside <= MAY_IMPORT[name], f"{name} imports {inside - MAY_IMPORT[name]}"
+        assert "flashattn" not in outside and "tests" not in outside and "notebooks" not in outside, name
+        if name in WITHOUT_TRITON:
+            assert "triton" not in outside, name
+        if name not in MAY_PLOT:
+            assert not outside & {"matplotlib", "ipywidgets", "IPython"}, name
+    assert "torch" not in imports(files["cost"])[1]
