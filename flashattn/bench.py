@@ -78,10 +78,12 @@ class _CpuPeak(TorchDispatchMode):
 def peak_memory_bytes(function, device):
     """Return the most bytes of tensors that were alive at once during function(), beyond those alive before.
 
-    On a GPU this is what PyTorch's caching allocator handed out, rounded up to 512 bytes a tensor; on a CPU the sizes
-    of the results of PyTorch's operators, scratch space inside an operator left out.
+    On a GPU this is what PyTorch's caching allocator handed out, rounded up to 512 bytes a tensor, in the second of two
+    calls (the first may create the workspaces of libraries); on a CPU the sizes of the results of PyTorch's operators,
+    scratch space inside an operator left out.
     """
     if torch.device(device).type == "cuda":
+        function()
         torch.cuda.synchronize(device)
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
