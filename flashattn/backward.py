@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .configs import block_config, target_of
-from .primitives import LOG2E, dot, key_loop_bounds, load_tile, round_to, score_mask, store_tile
+from .primitives import LOG2E, dot, key_loop_bounds, load_tile, lse_to_log2, round_to, score_mask, store_tile
 
 
 @triton.jit(do_not_specialize=["seqlen_q"])
@@ -52,7 +52,7 @@ def _load_row_stats(lse_ptr, delta_ptr, dlse_ptr, offs_m, seqlen_q, HAS_DLSE: tl
     dlse = delta
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2E), delta, dlse
+    return tl.where(lse == float("-inf"), float("inf"), lse_to_log2(lse)), delta, dlse
 
 
 @triton.jit

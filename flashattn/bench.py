@@ -38,8 +38,8 @@ def load_rows(gpu, **wanted):
         wanted: keep only rows whose columns equal these values: suite="memory", impl="eager", seqlen_q=4096, ….
 
     Returns:
-        A list of dicts with the keys of COLUMNS: sizes as int, causal as bool, params as a dict, p20, p50 and p80 as
-        float, in the row's ``unit`` (ms or bytes). Empty where nothing was recorded.
+        A list of dicts with the keys of COLUMNS, empty where nothing was recorded. Sizes are int, causal is bool,
+        params is a dict; p20, p50 and p80 are float, in the row's ``unit`` (ms or bytes).
     """
     path = DATA / f"{gpu}.csv"
     if not path.exists():

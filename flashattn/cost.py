@@ -62,7 +62,8 @@ def standard_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dt
     """Count the bytes that standard attention holds at its peak: q, k, v, out and the N x N matrices.
 
     matrices: how many seqlen_q x seqlen_k matrices are alive at once; chapter 1 finds 2 in the forward pass (S and P)
-    and 3 in the backward pass (P, dP, dS) of the plainest implementation.
+    and 3 in the backward pass (P, dP, dS) of the plainest implementation; 4 on a GPU, where PyTorch's softmax backward
+    holds one more.
     """
     scores = score_count(batch, heads, seqlen_q, seqlen_k)
     return (

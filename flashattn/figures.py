@@ -728,8 +728,10 @@ def program_map(kinds, program, block_n, seqlen_k):
     last = max(column for column, kind in enumerate(kinds[program]) if kind != "skipped") + 1
     outline = dict(fill=False, edgecolor=INK, linewidth=1.8)
     axes.add_patch(matplotlib.patches.Rectangle((0, program), last, 1, **outline))
-    axes.add_patch(matplotlib.patches.Rectangle((0.06, -1.25), last - 0.12, 0.75, facecolor=COLORS["device_memory"], alpha=0.45))
-    axes.text(last / 2, -0.87, f"reads K, V: keys 0 to {min(last * block_n, seqlen_k) - 1}", ha="center", va="center", fontsize=9)
+    source = dict(facecolor=COLORS["device_memory"], alpha=0.45)
+    axes.add_patch(matplotlib.patches.Rectangle((0.06, -1.25), last - 0.12, 0.75, **source))
+    keys = f"reads K, V: keys 0 to {min(last * block_n, seqlen_k) - 1}"
+    axes.text(last / 2, -0.87, keys, ha="center", va="center", fontsize=9)
     for y, text in ((program + 0.3, "reads Q"), (program + 0.72, "writes O, L")):
         axes.text(columns + 0.12, y, text, va="center", fontsize=9)
     for column, kind in enumerate(looks):
@@ -740,9 +742,9 @@ def program_map(kinds, program, block_n, seqlen_k):
     axes.axis("off")
     counts = {kind: sum(row.count(kind) for row in kinds) for kind in looks}
     alt = (
-        f"A grid of {rows} query blocks by {columns} key blocks: {counts['full']} tiles are full, {counts['cut']} cut by "
-        f"the diagonal and the ragged edge, {counts['skipped']} skipped. Query block {program} is outlined: its program reads its rows "
-        f"of Q, the keys and values of its {last} tiles, and writes its rows of O and L."
+        f"A grid of {rows} query blocks by {columns} key blocks: {counts['full']} tiles are full, {counts['cut']} cut "
+        f"by the diagonal and the ragged edge, {counts['skipped']} skipped. Query block {program} is outlined: its "
+        f"program reads its rows of Q, the keys and values of its {last} tiles, and writes its rows of O and L."
     )
     return figure, alt
 
@@ -761,9 +763,8 @@ def tile_journey(shared_kib, register_kib):
         axes.text(4.9, y + heights[name] - 0.12, name, va="top", fontsize=9, color=INK)
 
     def box(x, y, text, role, width=2.1, height=0.95):
-        axes.add_patch(
-            matplotlib.patches.Rectangle((x, y), width, height, facecolor=COLORS[role], alpha=0.35, edgecolor=COLORS[role])
-        )
+        look = dict(facecolor=COLORS[role], edgecolor=COLORS[role], alpha=0.35)
+        axes.add_patch(matplotlib.patches.Rectangle((x, y), width, height, **look))
         axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
 
     for x, name in ((0.4, "Q"), (3.5, "K"), (6.9, "V")):
@@ -794,10 +795,10 @@ def tile_journey(shared_kib, register_kib):
     axes.set(xlim=(0, 10), ylim=(0, 10.2))
     axes.axis("off")
     alt = (
-        "Three bands. Tiles of Q, K and V move from device memory to shared memory; Q once, K and V in each round. From Q and K in "
-        f"shared memory the score tile S ({register_kib['s']:.0f} KiB) is made in registers, from S the probabilities P "
-        f"({register_kib['p']:.0f} KiB) and the row state m, ℓ, α, and P with V adds to acc ({register_kib['acc']:.0f} KiB), which α has "
-        "rescaled. Nothing goes back to device memory in the loop."
+        "Three bands. Tiles of Q, K and V move from device memory to shared memory; Q once, K and V in each round. "
+        f"From Q and K in shared memory the score tile S ({register_kib['s']:.0f} KiB) is made in registers, from S "
+        f"the probabilities P ({register_kib['p']:.0f} KiB) and the row state m, ℓ, α, and P with V adds to acc "
+        f"({register_kib['acc']:.0f} KiB), which α has rescaled. Nothing goes back to device memory in the loop."
     )
     return figure, alt
 
@@ -816,7 +817,8 @@ def budget_ratios(ratios):
         for dtype, ratio in by_dtype.items():
             axes.plot(min(ratio, edge), row, marks[dtype], color=COLORS[role], markersize=7, clip_on=False)
             if ratio == float("inf"):
-                axes.annotate("∞", (edge, row), xytext=(7, 0), textcoords="offset points", va="center", annotation_clip=False)
+                offset = dict(xytext=(7, 0), textcoords="offset points", annotation_clip=False)
+                axes.annotate("∞", (edge, row), va="center", **offset)
     axes.axvline(1, color=INK, linewidth=1.2)
     axes.text(1.15, -0.62, "budget", fontsize=9, va="center")
     for dtype, mark in marks.items():
@@ -825,11 +827,12 @@ def budget_ratios(ratios):
     axes.set(xscale="log", ylim=(len(ratios) - 0.5, -0.9), xlabel="error / budget")
     axes.set_yticks(range(len(ratios)), list(ratios), fontsize=9)
     powers = [power for power in range(0, 10, 2) if 10**power < edge]
-    axes.set_xticks([10.0**power for power in powers], ["10" + "⁰¹²³⁴⁵⁶⁷⁸⁹"[power] if power else "1" for power in powers])
+    names = ["10" + "⁰¹²³⁴⁵⁶⁷⁸⁹"[power] if power else "1" for power in powers]
+    axes.set_xticks([10.0**power for power in powers], names)
     axes.minorticks_off()
     axes.grid(axis="y", visible=False)
-    parts = [
-        f"{name}: " + ", ".join("infinite" if ratio == float("inf") else f"{ratio:.2g} in {dtype}" for dtype, ratio in by_dtype.items())
-        for name, (_, by_dtype) in ratios.items()
-    ]
+    parts = []
+    for name, (_, by_dtype) in ratios.items():
+        values = (f"{value:.2g} in {dtype}".replace("inf ", "infinite ") for dtype, value in by_dtype.items())
+        parts.append(f"{name}: " + ", ".join(values))
     return figure, "Error as a multiple of the budget. " + "; ".join(parts) + "."

@@ -6,11 +6,11 @@ import triton.language as tl
 
 from .configs import block_config, target_of
 from .primitives import (
-    LN2,
     LOG2E,
     dot,
     key_loop_bounds,
     load_tile,
+    lse_from_log2,
     online_softmax_update,
     round_to,
     row_has_key,
@@ -97,7 +97,7 @@ def _attn_fwd_kernel(
     # A row without keys has l_i = 0 and acc = 0: dividing by 1 instead gives out = 0 and lse = -inf.
     l_i = tl.where(row_has_key(offs_m, seqlen_k, shift, IS_CAUSAL), l_i, 1.0)
     store_tile(out_ptr, acc / l_i[:, None], offs_m, offs_d, stride_om, stride_od, seqlen_q, HEAD_DIM)
-    tl.store(lse_ptr + offs_m, (m_i + tl.log2(l_i)) * LN2, mask=offs_m < seqlen_q)
+    tl.store(lse_ptr + offs_m, lse_from_log2(m_i, l_i), mask=offs_m < seqlen_q)
 
 
 def attn_forward(q, k, v, *, causal, scale):

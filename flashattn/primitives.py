@@ -8,6 +8,9 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 LN2 = tl.constexpr(0.6931471805599453)
+# What the two lose when they are rounded to fp32.
+LOG2E_LOW = tl.constexpr(LOG2E.value - 1.44269502162933349609375)
+LN2_LOW = tl.constexpr(LN2.value - 0.693147182464599609375)
 # The interpreter multiplies the bit patterns of bf16 operands (Triton 3.7 to 3.9) and truncates fp32 to bf16 where a
 # GPU rounds: dot() and round_to() make up for that there.
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
@@ -51,12 +54,39 @@ def store_tile(ptr, tile, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM: 
 
 @triton.jit
 def dot(a, b, acc=None):
-    """Multiply two tiles of one dtype with an fp32 result; fp32 operands are multiplied in full, not as TF32."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    c = tl.dot(a, b, acc, input_precision="ieee")
+    """Multiply two tiles of one dtype, (M, K) by (K, N), and add acc; the result is fp32.
+
+    fp16 and bf16 operands go to the tensor cores, whose products are exact and whose sums are fp32. fp32 operands are
+    multiplied in full, not as TF32, and summed in chunks of 32: one running sum over K = 256 would lose two more bits.
+    """
+    if a.dtype == tl.float32 and not INTERPRETED:
+        CHUNK: tl.constexpr = 32 if a.shape[1] > 32 else a.shape[1]
+        N_CHUNKS: tl.constexpr = a.shape[1] // CHUNK
+        a_chunks = tl.permute(tl.reshape(a, (a.shape[0], N_CHUNKS, CHUNK)), (1, 0, 2))
+        b_chunks = tl.reshape(b, (N_CHUNKS, CHUNK, b.shape[1]))
+        c = tl.sum(tl.dot(a_chunks, b_chunks, input_precision="ieee"), axis=0)
+        if acc is not None:
+            c += acc
+    else:
+        if INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        c = tl.dot(a, b, acc, input_precision="ieee")
     tl.static_assert(c.dtype == tl.float32)
     return c
+
+
+@triton.jit
+def lse_from_log2(m_log2, l):
+    """Return ln(2^m_log2 * l), -inf for m_log2 = -inf. LN2 is split in two, so that the product rounds once."""
+    m_safe = tl.where(m_log2 == float("-inf"), 0.0, m_log2)
+    lse = tl.fma(m_safe, LN2, m_safe * LN2_LOW + tl.log2(l) * LN2)
+    return tl.where(m_log2 == float("-inf"), float("-inf"), lse)
+
+
+@triton.jit
+def lse_to_log2(lse):
+    """Return lse / ln(2), for a finite lse, with one rounding: half a unit at lse = 10 is 5e-7 in every probability."""
+    return tl.fma(lse, LOG2E, lse * LOG2E_LOW)
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def attention_reference(q, k, v, *, causal=False, scale=None, window=None, softc
         k: (batch, heads_kv, seqlen_k, head_dim); ``heads`` must be a multiple of ``heads_kv``. Query head
             ``h`` reads key head ``h // (heads // heads_kv)``.
         v: (batch, heads_kv, seqlen_k, head_dim_v).
-        causal, window: see :func:`visible_keys`.
+        causal, window: see :func:`flashattn.reference.visible_keys`.
         scale: factor on the scores, default ``1 / sqrt(head_dim)``.
         softcap: bound on the scores' size, applied after ``scale`` and before the mask; default none.
 

@@ -32,7 +32,7 @@ class Case(NamedTuple):
 
     @property
     def id(self):
-        """A name for the test's id: what differs from the defaults, and always the sizes."""
+        """Name the case by its sizes and by what differs from the defaults."""
         parts = [self.dtype, f"D{self.head_dim}", f"{self.seqlen_q}x{self.seqlen_k}", f"h{self.heads}/{self.heads_kv}"]
         parts += ["causal"] if self.causal else []
         parts += [] if self.scale is None else [f"scale{self.scale:g}"]
@@ -106,8 +106,8 @@ def error_ratios(attention, inputs, **kwargs):
         kwargs: causal, scale, … for both sides.
 
     Returns:
-        A dict of out, lse, dq, dk, dv to error over budget: at most 1 is within it. Where the truth is finite and the
-        result is not, the ratio is infinite.
+        A dict from "out", "lse", "dq", "dk" and "dv" to the error as a multiple of the budget. At most 1 is within it;
+        where the truth is finite and the result is not, it is infinite.
     """
     truth = run(attention_reference, inputs, torch.float64, **kwargs)
     eager = run(attention_reference, inputs, **kwargs)

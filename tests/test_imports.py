@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "figures": {"cost"},
     "notebook": set(),
 }
-WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "__init__", "bench"}
+WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "__init__"}
 MAY_PLOT = {"figures", "explorer", "notebook"}
 
 

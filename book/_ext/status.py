@@ -1,0 +1,122 @@
+"""Render book/status.md, and README's results table, from what test runs and measurements recorded. Nobody types a result.
+
+python book/_ext/status.py
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "tests" / "results"
+BEGIN, END = "<!-- results: begin (make status writes this) -->", "<!-- results: end -->"
+
+
+def kernel_section(results):
+    """Return the lines about one recorded run of the kernel tests."""
+    worst = {}
+    cases = [test for test in results["tests"] if "ratios" in test]
+    for test in cases:
+        dtype = test["test"].split("[")[1].split("-")[0]
+        for name, ratio in test["ratios"].items():
+            kept = worst.setdefault(dtype, {}).get(name, -1)
+            worst[dtype][name] = max(kept, ratio)
+    counts = results["counts"]
+    lines = [
+        f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, {len(cases)} of them cases "
+        "held to the error budget, each run twice for equal bits.",
+        "",
+        "Worst error as a share of the budget (1 is the limit):",
+        "",
+        "| dtype | out | lse | dq | dk | dv |",
+        "|---|---|---|---|---|---|",
+    ]
+    for dtype, ratios in sorted(worst.items()):
+        lines.append(
+            f"| {dtype} | " + " | ".join(f"{ratios[name]:.2f}" for name in ("out", "lse", "dq", "dk", "dv")) + " |"
+        )
+    return lines
+
+
+def machine_line(results):
+    """Return one line that says where and with what a run was made."""
+    where = f"{results['gpu']}, driver {results['driver']}" if results["gpu"] else f"CPU ({results['processor']})"
+    versions = f"Python {results['python']}, torch {results['torch']}, triton {results['triton']}"
+    return f"{where}; {versions}; {results['date']}; commit `{(results['commit'] or 'unknown')[:12]}`."
+
+
+def status_page():
+    """Return the text of book/status.md."""
+    lines = ["# Status", "", "This page is written by `make status` from recorded runs.", ""]
+    for path in sorted(RESULTS.glob("*.json")):
+        results = json.loads(path.read_text())
+        lines += [f"## {results['title']}", "", machine_line(results), ""]
+        if any("ratios" in test for test in results["tests"]):
+            lines += kernel_section(results)
+        else:
+            counts = results["counts"]
+            lines += [f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped."]
+        lines += [""]
+    lines += [
+        "## This build",
+        "",
+        "The notebooks of this site, as executed for it on a machine without a GPU:",
+        "",
+        "```{nb-exec-table}",
+        "```",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def results_table():
+    """Return README's table: TFLOP/s of each implementation on the shapes of suite core, from the recorded CSV."""
+    sys.path.insert(0, str(ROOT))
+    from flashattn import cost
+    from flashattn.bench import DATA, load_rows
+
+    lines = []
+    for path in sorted(DATA.glob("*.csv")):
+        rows = load_rows(path.stem, suite="core", metric="time")
+        if not rows:
+            continue
+        first = rows[0]
+        implementations = list(dict.fromkeys(row["impl"] for row in rows))
+        lines += [
+            f"TFLOP/s, forward / backward, {first['dtype']}, {first['batch'] * first['seqlen_q']} tokens of width "
+            f"{first['heads'] * first['head_dim']}, on one {first['gpu']} ({first['date']}, torch {first['torch']}, triton "
+            f"{first['triton']}, commit {first['commit']}):",
+            "",
+            "| head_dim | N | causal | " + " | ".join(implementations) + " |",
+            "|---|---|---|" + "---|" * len(implementations),
+        ]
+        shapes = dict.fromkeys((row["head_dim"], row["seqlen_q"], row["causal"]) for row in rows)
+        for head_dim, seqlen, causal in shapes:
+            cells = []
+            for impl in implementations:
+                rates = []
+                for direction, factor in (("forward", 1), ("backward", 2.5)):
+                    row = next((r for r in rows if (r["head_dim"], r["seqlen_q"], r["causal"], r["impl"], r["direction"])
+                                == (head_dim, seqlen, causal, impl, direction)), None)  # fmt: skip
+                    if row is None:
+                        rates.append("–")
+                        continue
+                    sizes = (row["batch"], row["heads"], row["seqlen_q"], row["seqlen_k"], head_dim)
+                    flops = factor * cost.attention_flops(*sizes, causal=causal)
+                    rates.append(f"{flops / (row['p50'] * 1e-3) / 1e12:.0f}")
+                cells.append(" / ".join(rates))
+            lines.append(f"| {head_dim} | {seqlen} | {'yes' if causal else 'no'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def readme_text():
+    """Return README.md with its table renewed."""
+    text = (ROOT / "README.md").read_text()
+    before, after = text.index(BEGIN) + len(BEGIN), text.index(END)
+    return text[:before] + "\n\n" + results_table() + "\n\n" + text[after:]
+
+
+if __name__ == "__main__":
+    (ROOT / "README.md").write_text(readme_text())
+    (ROOT / "book" / "status.md").write_text(status_page())
+    print("book/status.md and README.md rendered")

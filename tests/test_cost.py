@@ -1,0 +1,58 @@
+"""The formulas against measured peaks and against counting by loops."""
+
+import pytest
+import torch
+
+from flashattn import attention_tiled, cost
+from flashattn.bench import naive_attention, peak_memory_bytes
+
+SHAPE = dict(batch=2, heads=4, heads_kv=4, seqlen_q=256, seqlen_k=256, head_dim=16)
+
+
+def draw():
+    return [torch.randn(2, 4, 256, 16) for _ in range(3)]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_standard_peak(training):
+    q, k, v = draw()
+    given = sum(x.nbytes for x in (q, k, v))
+
+    def step():
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return torch.autograd.grad(naive_attention(*leaves).sum(), leaves)
+
+    peak = peak_memory_bytes(step if training else lambda: naive_attention(q, k, v), "cpu") + given
+    expected = cost.standard_peak_bytes(**SHAPE, dtype_bytes=4, matrices=3 if training else 2)
+    assert expected <= peak <= expected * 1.1
+
+
+def test_tiled_peak_does_not_grow_with_the_square():
+    def peak(seqlen):
+        q, k, v = (torch.randn(1, 2, seqlen, 16) for _ in range(3))
+        return peak_memory_bytes(lambda: attention_tiled(q, k, v), "cpu")
+
+    small, large = peak(256), peak(1024)
+    assert large < 4 * small
+
+
+def test_flops_count_every_multiplication():
+    n, m, d = 5, 7, 3
+    count = 2 * sum(1 for _ in range(n) for _ in range(m) for _ in range(d)) * 2
+    assert cost.attention_flops(1, 1, n, m, d) == count
+    assert cost.attention_flops(2, 3, n, m, d, causal=True) == 6 * count // 2
+
+
+@pytest.mark.parametrize("block_m", [16, 64, 100])
+def test_flash_traffic_counts_every_load(block_m):
+    n, m, d, size = 200, 130, 8, 2
+    loaded = 0
+    for start in range(0, n, block_m):
+        rows = min(start + block_m, n) - start
+        loaded += 2 * rows * d * size + rows * 4 + 2 * m * d * size
+    assert cost.flash_traffic_bytes(1, 1, n, m, d, size, block_m=block_m) == loaded
+
+
+def test_roofline_is_the_slower_of_the_two():
+    gpu = cost.Gpu(1, bandwidth_bytes_per_s=10.0, matmul_flops_per_s=100.0, shared_bytes=1)
+    assert cost.roofline_s(1000, 10, gpu) == 10 and cost.roofline_s(10, 1000, gpu) == 100

@@ -1,0 +1,93 @@
+"""What every chapter must have: stripped outputs, pinned cells, prose that knows its numbers; and a life without Triton."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+KEEP, COMPARE = "keep_output", "nbval-check-output"
+
+
+def cells(path, kind="code"):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == kind]
+
+
+def tags(cell):
+    return set(cell.metadata.get("tags", []))
+
+
+def test_six_chapters():
+    assert [path.name[:2] for path in CHAPTERS] == ["01", "02", "03", "04", "05", "06"]
+
+
+@pytest.mark.parametrize("path", CHAPTERS, ids=lambda path: path.stem)
+class TestChapter:
+    def test_outputs_are_stripped_but_for_the_pinned_ones(self, path):
+        nbformat.validate(nbformat.read(path, as_version=4))
+        pinned = [cell for cell in cells(path) if KEEP in tags(cell)]
+        assert len(pinned) >= 3
+        for cell in cells(path):
+            if cell in pinned:
+                assert COMPARE in tags(cell), "kept but not compared:\n" + cell.source
+                # Without either of these nbval would pass the cell whatever it prints.
+                assert cell.outputs and cell.execution_count, "pinned without output or count:\n" + cell.source
+                assert all(out.output_type == "stream" and out.name == "stdout" for out in cell.outputs), cell.source
+            else:
+                assert COMPARE not in tags(cell), "compared but not kept:\n" + cell.source
+                assert not cell.outputs and cell.execution_count is None, cell.source
+
+    def test_metadata_is_the_same_on_every_machine(self, path):
+        notebook = nbformat.read(path, as_version=4)
+        assert set(notebook.metadata) == {"kernelspec", "language_info"}
+        assert notebook.metadata.kernelspec.name == "python3"
+        assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
+        assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+
+    def test_first_import_chooses_the_device(self, path):
+        assert re.match(r"(#.*\n)*(import flashattn.notebook|from flashattn.notebook import)", cells(path)[0].source)
+
+    def test_every_glued_number_is_computed(self, path):
+        code = "\n".join(cell.source for cell in cells(path))
+        prose = "\n".join(cell.source for cell in cells(path, "markdown"))
+        used = set(re.findall(r"\{glue:\w+\}`([^`]+)`", prose))
+        assert used, "no number in the prose was computed"
+        literal = set(re.findall(r"glue\(\s*f?[\"']([^\"'{}]+)[\"']", code))
+        prefix = {key.split("{")[0] for key in re.findall(r"glue\(\s*f[\"']([^\"']*\{[^\"']*)[\"']", code)}
+        missing = {key for key in used - literal if not any(key.startswith(start) for start in prefix)}
+        assert not missing
+
+    def test_exercises_come_with_checked_solutions(self, path):
+        stubs = [cell for cell in cells(path) if "exercise" in tags(cell)]
+        solutions = [cell for cell in cells(path) if "solution" in tags(cell)]
+        assert len(stubs) >= 4 and len(solutions) >= len(stubs)
+        for cell in solutions:
+            assert "hide-cell" in tags(cell)
+        assert sum("must_fail(" in cell.source for cell in solutions) >= len(stubs)
+
+    def test_reads_whole_without_triton(self, path, tmp_path):
+        """Run the chapter with Triton hidden: cells marked `# needs Triton` are skipped in one line, the rest works."""
+        (tmp_path / "sitecustomize.py").write_text(
+            "import sys, importlib.util\n"
+            "sys.modules['triton'] = None\n"
+            "find_spec = importlib.util.find_spec\n"
+            "importlib.util.find_spec = lambda name, *a: None if name == 'triton' else find_spec(name, *a)\n"
+        )
+        code = (
+            "import sys, nbformat, nbclient\n"
+            "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
+            "nbclient.NotebookClient(notebook, timeout=600, resources={'metadata': {'path': sys.argv[2]}}).execute()\n"
+            "print(sum('Skipped: this cell needs Triton' in o.get('text', '') for c in notebook.cells for o in c.get('outputs', [])))\n"
+        )
+        path_with_hook = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path_with_hook}
+        command = [sys.executable, "-c", code, str(path), str(path.parent)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        marked = sum(cell.source.startswith("# needs Triton") for cell in cells(path))
+        assert int(done.stdout) == marked
