@@ -65,8 +65,8 @@ class _FlashAttention(torch.autograd.Function):
         from .forward import attn_forward  # here, so that `import flashattn` needs no Triton
 
         with torch.cuda.device_of(q):
-            out, lse = attn_forward(q, k, v, causal=causal, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse)
+            out, lse, lse_log2 = attn_forward(q, k, v, causal=causal, scale=scale)
+        ctx.save_for_backward(q, k, v, out, lse_log2)
         ctx.causal, ctx.scale = causal, scale
         ctx.set_materialize_grads(False)
         return out, lse
@@ -78,10 +78,10 @@ class _FlashAttention(torch.autograd.Function):
 
         if do is None and dlse is None:
             return None, None, None, None, None
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse_log2 = ctx.saved_tensors
         do = out.new_zeros(()).expand_as(out) if do is None else do
         with torch.cuda.device_of(q):
-            dq, dk, dv = attn_backward(q, k, v, out, lse, do, dlse, causal=ctx.causal, scale=ctx.scale)
+            dq, dk, dv = attn_backward(q, k, v, out, lse_log2, do, dlse, causal=ctx.causal, scale=ctx.scale)
         return dq, dk, dv, None, None
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .configs import block_config, target_of
-from .primitives import LOG2E, dot, key_loop_bounds, load_tile, lse_to_log2, round_to, score_mask, store_tile
+from .primitives import LOG2E, dot, key_loop_bounds, load_tile, round_to, score_mask, store_tile
 
 
 @triton.jit(do_not_specialize=["seqlen_q"])
@@ -45,14 +45,14 @@ def _attn_bwd_delta_kernel(
 
 
 @triton.jit
-def _load_row_stats(lse_ptr, delta_ptr, dlse_ptr, offs_m, seqlen_q, HAS_DLSE: tl.constexpr):
+def _load_row_stats(lse_log2_ptr, delta_ptr, dlse_ptr, offs_m, seqlen_q, HAS_DLSE: tl.constexpr):
     """Load the base-2 lse, delta and dlse of some rows. Rows that do not exist, or see no key, get lse = inf: p = 0."""
-    lse = tl.load(lse_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
+    lse_log2 = tl.load(lse_log2_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
     delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
     dlse = delta
     if HAS_DLSE:
         dlse = tl.load(dlse_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
-    return tl.where(lse == float("-inf"), float("inf"), lse_to_log2(lse)), delta, dlse
+    return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2), delta, dlse
 
 
 @triton.jit
@@ -79,7 +79,7 @@ def _recompute_p_ds(
 
 @triton.jit
 def _attn_bwd_dkdv_inner(
-    dk, dv, k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, dlse_ptr, lo, hi, offs_n, offs_d,
+    dk, dv, k, v, q_ptr, do_ptr, lse_log2_ptr, delta_ptr, dlse_ptr, lo, hi, offs_n, offs_d,
     stride_qm, stride_qd, stride_dom, stride_dod, seqlen_q, seqlen_k, shift, scale_log2,
     HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DLSE: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +91,7 @@ def _attn_bwd_dkdv_inner(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q, HEAD_DIM, True)
         do = load_tile(do_ptr, offs_m, offs_d, stride_dom, stride_dod, seqlen_q, HEAD_DIM, True)
-        lse_log2, delta, dlse = _load_row_stats(lse_ptr, delta_ptr, dlse_ptr, offs_m, seqlen_q, HAS_DLSE)
+        lse_log2, delta, dlse = _load_row_stats(lse_log2_ptr, delta_ptr, dlse_ptr, offs_m, seqlen_q, HAS_DLSE)
         p_t, ds_t = _recompute_p_ds(
             k, q, v, do, lse_log2[None, :], delta[None, :], dlse[None, :], offs_m[None, :], offs_n[:, None],
             seqlen_k, shift, scale_log2, IS_CAUSAL, HAS_DLSE, MASK,
@@ -103,7 +103,7 @@ def _attn_bwd_dkdv_inner(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k"])
 def _attn_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dlse_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dlse_ptr, dk_ptr, dv_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -158,7 +158,7 @@ def _attn_bwd_dkdv_kernel(
         row_offset = (batch * n_heads + head) * seqlen_q
         dk, dv = _attn_bwd_dkdv_inner(
             dk, dv, k, v, head_q_ptr, head_do_ptr,
-            lse_ptr + row_offset, delta_ptr + row_offset, dlse_ptr + row_offset,
+            lse_log2_ptr + row_offset, delta_ptr + row_offset, dlse_ptr + row_offset,
             full_begin, seqlen_q, offs_n, offs_d,
             stride_qm, stride_qd, stride_dom, stride_dod, seqlen_q, seqlen_k, shift, scale_log2,
             HEAD_DIM, IS_CAUSAL, HAS_DLSE, False, BLOCK_M,
@@ -166,7 +166,7 @@ def _attn_bwd_dkdv_kernel(
         if IS_CAUSAL:
             dk, dv = _attn_bwd_dkdv_inner(
                 dk, dv, k, v, head_q_ptr, head_do_ptr,
-                lse_ptr + row_offset, delta_ptr + row_offset, dlse_ptr + row_offset,
+                lse_log2_ptr + row_offset, delta_ptr + row_offset, dlse_ptr + row_offset,
                 begin, full_begin, offs_n, offs_d,
                 stride_qm, stride_qd, stride_dom, stride_dod, seqlen_q, seqlen_k, shift, scale_log2,
                 HEAD_DIM, IS_CAUSAL, HAS_DLSE, True, BLOCK_M,
@@ -182,7 +182,7 @@ def _attn_bwd_dq_inner(
     stride_kn, stride_kd, stride_vn, stride_vd, seqlen_k, shift, scale_log2,
     HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, HAS_DLSE: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys lo..hi-1 contribute to dq. Invariant, over the keys seen so far: dq = dS K (without the scale)."""
+    """Add what the keys lo..hi-1 contribute to dq. Invariant, over the keys seen so far: dq = dS K, unscaled."""
     for start_n in tl.range(lo, hi, BLOCK_N):
         offs_n = start_n + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)
@@ -197,7 +197,7 @@ def _attn_bwd_dq_inner(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k"])
 def _attn_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dlse_ptr, dq_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr, dlse_ptr, dq_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -234,7 +234,7 @@ def _attn_bwd_dq_kernel(
     q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q, HEAD_DIM, True)  # (BLOCK_M, BLOCK_D)
     do = load_tile(do_ptr, offs_m, offs_d, stride_dom, stride_dod, seqlen_q, HEAD_DIM, True)  # (BLOCK_M, BLOCK_D)
     lse_log2, delta, dlse = _load_row_stats(
-        lse_ptr + row_offset, delta_ptr + row_offset, dlse_ptr + row_offset, offs_m, seqlen_q, HAS_DLSE
+        lse_log2_ptr + row_offset, delta_ptr + row_offset, dlse_ptr + row_offset, offs_m, seqlen_q, HAS_DLSE
     )
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
@@ -253,8 +253,8 @@ def _attn_bwd_dq_kernel(
     store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, seqlen_q, HEAD_DIM)
 
 
-def attn_backward(q, k, v, out, lse, do, dlse, *, causal, scale):
-    """Launch the backward kernels and return (dq, dk, dv). dlse may be None; see ``flashattn.flash_attention``."""
+def attn_backward(q, k, v, out, lse_log2, do, dlse, *, causal, scale):
+    """Launch the backward kernels and return (dq, dk, dv). dlse may be None; see ``flash_attention``."""
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k = k.shape[1], k.shape[2]
     target = target_of(q.device)
@@ -262,8 +262,8 @@ def attn_backward(q, k, v, out, lse, do, dlse, *, causal, scale):
     sizes = (n_heads, n_heads_kv, seqlen_q, seqlen_k)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
     has_dlse = dlse is not None
-    dlse = dlse.contiguous() if has_dlse else lse  # without one the kernels get a pointer that they do not read
-    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
+    dlse = dlse.contiguous() if has_dlse else lse_log2  # without one the kernels get a pointer that they do not read
+    dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse_log2)
 
     cfg = block_config("delta", head_dim, q.dtype, target, causal=causal)
     if grid := batch * n_heads * triton.cdiv(seqlen_q, cfg.block_m):
@@ -277,7 +277,7 @@ def attn_backward(q, k, v, out, lse, do, dlse, *, causal, scale):
     cfg = block_config("dkdv", head_dim, q.dtype, target, causal=causal)
     if grid := batch * n_heads_kv * triton.cdiv(seqlen_k, cfg.block_n):
         _attn_bwd_dkdv_kernel[(grid,)](
-            q, k, v, do, lse, delta, dlse, dk, dv,
+            q, k, v, do, lse_log2, delta, dlse, dk, dv,
             *strides, *dk.stride(), *dv.stride(), *sizes, *scales,
             HEAD_DIM=head_dim, IS_CAUSAL=causal, HAS_DLSE=has_dlse,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d,
@@ -287,7 +287,7 @@ def attn_backward(q, k, v, out, lse, do, dlse, *, causal, scale):
     cfg = block_config("dq", head_dim, q.dtype, target, causal=causal)
     if grid := batch * n_heads * triton.cdiv(seqlen_q, cfg.block_m):
         _attn_bwd_dq_kernel[(grid,)](
-            q, k, v, do, lse, delta, dlse, dq,
+            q, k, v, do, lse_log2, delta, dlse, dq,
             *strides, *dq.stride(), *sizes, *scales,
             HEAD_DIM=head_dim, IS_CAUSAL=causal, HAS_DLSE=has_dlse,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d,

@@ -219,9 +219,8 @@ def _session():
 
 def _row(suite, impl, direction, batch, heads, seqlen, head_dim, causal, metric, unit, percentiles):
     sizes = dict(batch=batch, heads=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim)
-    values = {
-        name: f"{value:.6g}" if unit == "ms" else int(value) for name, value in zip(("p20", "p50", "p80"), percentiles, strict=True)
-    }
+    written = [f"{value:.6g}" if unit == "ms" else int(value) for value in percentiles]
+    values = dict(zip(("p20", "p50", "p80"), written, strict=True))
     what = dict(suite=suite, impl=impl, direction=direction, dtype="bf16", causal=causal, params="{}")
     return _session() | what | sizes | dict(metric=metric, unit=unit) | values
 

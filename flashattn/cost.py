@@ -72,13 +72,13 @@ def standard_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dt
 
 
 def flash_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes, *, backward=False):
-    """Count the bytes that FlashAttention holds at its peak: q, k, v, out and one fp32 lse per row.
+    """Count the bytes that FlashAttention holds at its peak: q, k, v, out and the fp32 lse of each row, in two bases.
 
-    With backward: also do, dq, dk, dv and one fp32 delta per row.
+    With backward: q, k, v, out, the base-2 lse, do, dq, dk, dv and the fp32 delta of each row.
     """
     tensors = qkvo_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes)
     row_statistics = FP32_BYTES * batch * heads * seqlen_q
-    return (tensors + row_statistics) * (2 if backward else 1)
+    return tensors * (2 if backward else 1) + 2 * row_statistics
 
 
 def standard_traffic_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes):

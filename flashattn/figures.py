@@ -38,7 +38,8 @@ STYLE = {
     "lines.markersize": 5,
     "figure.constrained_layout.use": True,
 } | dict.fromkeys(
-    ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "grid.color"), INK
+    ("text.color", "axes.edgecolor", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color", "grid.color"),
+    INK,
 )
 
 
@@ -56,8 +57,12 @@ class Picture:
         prefix = "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]
         svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
         width = float(re.search(r'width="([\d.]+)pt"', svg).group(1))
-        attributes = f'role="img" aria-label="{html.escape(alt)}" style="width:100%;max-width:{width * 1.7:.0f}px;height:auto"'
-        self.svg = re.sub(r'<svg (.*?)(?:width|height)="[\d.]+pt" ?', rf"<svg {attributes} \1", svg, count=1, flags=re.S)
+        attributes = (
+            f'role="img" aria-label="{html.escape(alt)}" style="width:100%;max-width:{width * 1.7:.0f}px;height:auto"'
+        )
+        self.svg = re.sub(
+            r'<svg (.*?)(?:width|height)="[\d.]+pt" ?', rf"<svg {attributes} \1", svg, count=1, flags=re.S
+        )
         self.svg = re.sub(r'(<svg [^>]*?)(?:width|height)="[\d.]+pt" ?', r"\1", self.svg, count=1)
 
     def _repr_html_(self):
@@ -86,6 +91,9 @@ def role_style(role):
     return {"color": COLORS[role], "marker": MARKERS[role], "linestyle": LINES[role]}
 
 
+# Chapter 1
+
+
 @picture
 def memory_by_length(seqlens, bytes_by_name, alt, limit_bytes=None):
     """Plot peak memory against sequence length, both on log scales.
@@ -105,6 +113,123 @@ def memory_by_length(seqlens, bytes_by_name, alt, limit_bytes=None):
     axes.minorticks_off()
     axes.legend(fontsize=9)
     return figure, alt
+
+
+@picture
+def matrix_lifetimes(lives, steps, backward_from):
+    """Draw which N x N matrices are alive in which step of the forward and the backward pass.
+
+    lives: {name: (first, last)}, the steps in which each matrix is alive, both included.
+    steps: names of the steps in order; the backward pass begins with number backward_from.
+    """
+    alive = [sum(first <= i <= last for first, last in lives.values()) for i in range(len(steps))]
+    peak = alive.index(max(alive))
+    figure, axes = new_figure(figsize=(4.8, 3.4))
+    axes.axvspan(peak - 0.5, peak + 0.5, color=INK, alpha=0.1, linewidth=0)
+    for row, (first, last) in enumerate(lives.values()):
+        axes.barh(row, last - first + 1, left=first - 0.5, height=0.62, color=COLORS["standard"])
+    for i, count in enumerate(alive):
+        axes.text(i, len(lives) - 0.15, str(count), ha="center", va="center", weight="bold" if i == peak else "normal")
+    axes.axvline(backward_from - 0.5, color=INK, linewidth=1, linestyle=":")
+    axes.text(backward_from - 0.65, -0.75, "forward", ha="right", va="center")
+    axes.text(backward_from - 0.35, -0.75, "backward", ha="left", va="center")
+    axes.set_yticks(range(len(lives) + 1), [*lives, "alive"])
+    axes.set_xticks(range(len(steps)), steps, rotation=60, ha="right", rotation_mode="anchor")
+    axes.set(xlim=(-0.5, len(steps) - 0.5), ylim=(len(lives) + 0.3, -1.2))
+    axes.grid(False)
+    spans = "; ".join(f"{name} from {steps[first]} to {steps[last]}" for name, (first, last) in lives.items())
+    alt = f"N×N matrices alive in each step. {spans}. The most, {max(alive)}, are alive in step {steps[peak]}."
+    return figure, alt
+
+
+@picture
+def trips_by_step(steps):
+    """Draw the bytes that each step reads and writes as bars. steps: [(name, read bytes, written bytes), …]."""
+    figure, axes = new_figure(figsize=(4.8, 2.6))
+    color = COLORS["device_memory"]
+    for row, (_, read, written) in enumerate(steps):
+        axes.barh(row, read / 1e9, height=0.6, color=color, label="read" if row == 0 else None)
+        axes.barh(
+            row, written / 1e9, left=read / 1e9, height=0.6, facecolor="none", edgecolor=color, hatch="///",
+            label="written" if row == 0 else None,
+        )  # fmt: skip
+    axes.set_yticks(range(len(steps)), [name for name, _, _ in steps])
+    axes.invert_yaxis()
+    axes.set(xlabel="bytes through device memory (GB)")
+    axes.grid(axis="y", visible=False)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
+    parts = "; ".join(f"{name} reads {read / 1e9:.3f} GB and writes {new / 1e9:.3f}" for name, read, new in steps)
+    total = sum(read + written for _, read, written in steps)
+    return figure, f"Bytes of each step of attention: {parts}. Together {total / 1e9:.2f} GB."
+
+
+@picture
+def roofline(points, gpus):
+    """Plot the rate that the bytes allow against arithmetic intensity.
+
+    points: {label: (role, FLOP per byte, where its label goes: "left" or "below")}, drawn on the first GPU's roof.
+    gpus: {label: (FLOP per second, bytes per second)}.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.4))
+    low, high = 4, 8192
+    for (label, (flops, bandwidth)), line in zip(gpus.items(), ("-", "--", ":"), strict=False):
+        ridge = flops / bandwidth
+        rates = [x * bandwidth / 1e12 for x in (low, ridge)] + [flops / 1e12]
+        axes.plot([low, ridge, high], rates, color=INK, linestyle=line, linewidth=1.2, label=label)
+    flops, bandwidth = next(iter(gpus.values()))
+    parts = []
+    for label, (role, intensity, side) in points.items():
+        rate = min(flops, intensity * bandwidth) / 1e12
+        axes.plot(intensity, rate, **role_style(role) | {"linestyle": "none"}, markersize=8)
+        offset = (-8, 4) if side == "left" else (6, -14)
+        axes.annotate(label, (intensity, rate), offset, textcoords="offset points", ha="right", va="center")
+        parts.append(f"{label} at {intensity:.0f} FLOP per byte, at most {rate:.0f} TFLOP/s")
+    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="TFLOP/s at most")
+    axes.set_xlim(low, high)
+    ticks = [4, 16, 64, 256, 1024, 8192]
+    axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.set_yticks([10, 100, 1000], ["10", "100", "1000"])
+    axes.minorticks_off()
+    axes.legend(loc="lower right", fontsize=9)
+    roofs = "; ".join(f"{label} turns flat at {top / rate:.0f} FLOP per byte" for label, (top, rate) in gpus.items())
+    return figure, f"Roofline of {roofs}. On {next(iter(gpus))}: {'; '.join(parts)}."
+
+
+@picture
+def memory_shares(models):
+    """Draw what fills the memory, as shares of the whole: one row of bars for each model, one bar for each length.
+
+    models: {name: {N: {"weights": bytes, "other": bytes, "attention": bytes}}}, two names or more.
+    """
+    looks = {
+        "attention": {"color": COLORS["standard"]},
+        "other": {"facecolor": "none", "edgecolor": COLORS["device_memory"], "hatch": "///"},
+        "weights": {"color": INK, "alpha": 0.45},
+    }
+    names = {"attention": "N×N matrices", "other": "other activations", "weights": "weights and optimizer"}
+    figure, rows = new_figure(len(models), 1, figsize=(4.8, 1.2 + 1.9 * len(models)))
+    parts = []
+    for axes, (model, by_length) in zip(rows, models.items(), strict=True):
+        for i, (n, sizes) in enumerate(by_length.items()):
+            total, bottom = sum(sizes.values()), 0
+            for part, look in looks.items():
+                share = 100 * sizes[part] / total
+                axes.bar(i, share, 0.62, bottom, label=names[part] if i == 0 and not parts else None, **look)
+                bottom += share
+            axes.text(i, 102, f"{total / 1e9:.0f} GB", ha="center", va="bottom")
+            share = 100 * sizes["attention"] / total
+            parts.append(f"{model} at N={n}: {share:.0f} % of {total / 1e9:.0f} GB are N×N matrices")
+        axes.set_xticks(range(len(by_length)), [str(n) for n in by_length])
+        axes.set_yticks([0, 50, 100])
+        axes.set(ylim=(0, 122), ylabel="% of memory")
+        axes.set_title(model, fontsize=10, loc="left")
+        axes.grid(axis="x", visible=False)
+    rows[-1].set_xlabel("sequence length N")
+    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9)
+    return figure, "; ".join(parts) + "."
+
+
+# Chapter 2
 
 
 @picture
@@ -336,6 +461,9 @@ def tile_kinds(kinds):
     return figure, alt
 
 
+# Chapter 4
+
+
 @picture
 def program_grid(n_rows, n_cols, block_m, block_n):
     """Draw a matrix cut into the tiles of a 2-D grid of programs; the cells that a mask keeps out are crossed."""
@@ -427,6 +555,141 @@ def head_rows(cases):
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=False)
     return figure, ". ".join(sentences) + "."
+
+
+# Chapter 5
+
+
+@picture
+def program_map(kinds, program, block_n, seqlen_k):
+    """Draw what one program of the causal forward kernel reads and writes, over the tiles of the score matrix.
+
+    kinds: rows of "full", "cut" or "skipped", one row per query block. program: the row to point out.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.9))
+    rows, columns = len(kinds), len(kinds[0])
+    looks = {
+        "full": dict(facecolor=COLORS["flash"], alpha=0.55),
+        "cut": dict(facecolor="none", hatch="////", edgecolor=COLORS["standard"]),
+        "skipped": dict(facecolor="none", edgecolor=INK, alpha=0.25),
+    }
+    for row, kinds_of_row in enumerate(kinds):
+        for column, kind in enumerate(kinds_of_row):
+            axes.add_patch(matplotlib.patches.Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, **looks[kind]))
+    last = max(column for column, kind in enumerate(kinds[program]) if kind != "skipped") + 1
+    outline = dict(fill=False, edgecolor=INK, linewidth=1.8)
+    axes.add_patch(matplotlib.patches.Rectangle((0, program), last, 1, **outline))
+    source = dict(facecolor=COLORS["device_memory"], alpha=0.45)
+    axes.add_patch(matplotlib.patches.Rectangle((0.06, -1.25), last - 0.12, 0.75, **source))
+    keys = f"reads K, V: keys 0 to {min(last * block_n, seqlen_k) - 1}"
+    axes.text(last / 2, -0.87, keys, ha="center", va="center", fontsize=9)
+    for y, text in ((program + 0.3, "reads Q"), (program + 0.72, "writes O, L")):
+        axes.text(columns + 0.12, y, text, va="center", fontsize=9)
+    for column, kind in enumerate(looks):
+        x = 0.1 + column * 2.1
+        axes.add_patch(matplotlib.patches.Rectangle((x, rows + 0.35), 0.55, 0.55, **looks[kind]))
+        axes.text(x + 0.68, rows + 0.63, kind, va="center", fontsize=9)
+    axes.set(xlim=(-0.1, columns + 1.75), ylim=(rows + 1.05, -1.4), aspect="equal")
+    axes.axis("off")
+    counts = {kind: sum(row.count(kind) for row in kinds) for kind in looks}
+    alt = (
+        f"A grid of {rows} query blocks by {columns} key blocks: {counts['full']} tiles are full, {counts['cut']} cut "
+        f"by the diagonal and the ragged edge, {counts['skipped']} skipped. Query block {program} is outlined: its "
+        f"program reads its rows of Q, the keys and values of its {last} tiles, and writes its rows of O and L."
+    )
+    return figure, alt
+
+
+@picture
+def tile_journey(shared_kib, register_kib):
+    """Draw one round of the forward kernel's inner loop: where each tile lies and what moves.
+
+    shared_kib, register_kib: {name: KiB} of the tiles in shared memory (q k v) and in registers (s p acc).
+    """
+    figure, axes = new_figure(figsize=(4.8, 4.4))
+    lanes = {"device memory": (8.2, "device_memory"), "shared memory": (4.9, "on_chip"), "registers": (0, "flash")}
+    heights = {"device memory": 1.9, "shared memory": 2.3, "registers": 4.0}
+    for name, (y, role) in lanes.items():
+        axes.add_patch(matplotlib.patches.Rectangle((0, y), 10, heights[name], facecolor=COLORS[role], alpha=0.13))
+        axes.text(4.9, y + heights[name] - 0.12, name, va="top", fontsize=9, color=INK)
+
+    def box(x, y, text, role, width=2.1, height=0.95):
+        look = dict(facecolor=COLORS[role], edgecolor=COLORS[role], alpha=0.35)
+        axes.add_patch(matplotlib.patches.Rectangle((x, y), width, height, **look))
+        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
+
+    for x, name in ((0.4, "Q"), (3.5, "K"), (6.9, "V")):
+        box(x, 8.4, f"{name} tile", "device_memory")
+        box(x, 5.15, f"{name} {shared_kib[name.lower()]:.0f} KiB", "on_chip")
+    box(0.4, 2.3, f"S {register_kib['s']:.0f} KiB", "flash")
+    box(4.0, 2.3, f"P {register_kib['p']:.0f} KiB", "flash")
+    box(0.4, 0.25, "m, ℓ, α", "flash")
+    box(6.9, 0.25, f"acc {register_kib['acc']:.0f} KiB", "flash")
+
+    def arrow(start, end, number, where=0.5, dx=0.28):
+        axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=INK, linewidth=1.1))
+        x, y = (a + (b - a) * where for a, b in zip(start, end, strict=True))
+        axes.text(x + dx, y, number, fontsize=9, fontweight="bold", va="center", ha="center")
+
+    arrow((1.45, 8.4), (1.45, 6.1), "0")
+    arrow((4.55, 8.4), (4.55, 6.1), "1")
+    arrow((7.95, 8.4), (7.95, 6.1), "4")
+    arrow((1.2, 5.15), (1.2, 3.25), "2", dx=-0.3)
+    arrow((4.2, 5.15), (2.1, 3.25), "2", dx=0.35)
+    arrow((2.5, 2.78), (4.0, 2.78), "3", dx=0, where=0.5)
+    axes.texts[-1].set_y(3.15)
+    arrow((1.2, 2.3), (1.2, 1.2), "3", dx=-0.3)
+    arrow((2.5, 0.72), (6.9, 0.72), "α", dx=0)
+    axes.texts[-1].set_y(1.08)
+    arrow((5.6, 2.3), (7.2, 1.2), "5", dx=-0.35)
+    arrow((7.95, 5.15), (7.95, 1.2), "5", where=0.45)
+    axes.set(xlim=(0, 10), ylim=(0, 10.2))
+    axes.axis("off")
+    alt = (
+        "Three bands. Tiles of Q, K and V move from device memory to shared memory; Q once, K and V in each round. "
+        f"From Q and K in shared memory the score tile S ({register_kib['s']:.0f} KiB) is made in registers, from S "
+        f"the probabilities P ({register_kib['p']:.0f} KiB) and the row state m, ℓ, α, and P with V adds to acc "
+        f"({register_kib['acc']:.0f} KiB), which α has rescaled. Nothing goes back to device memory in the loop."
+    )
+    return figure, alt
+
+
+@picture
+def budget_ratios(ratios):
+    """Plot error over budget, one row per implementation and one mark per dtype.
+
+    ratios: {implementation: (role, {dtype: ratio})}; an infinite ratio stands at the right edge.
+    """
+    figure, axes = new_figure(figsize=(4.8, 0.62 * len(ratios) + 1.25))
+    marks = {"fp32": "^", "fp16": "s", "bf16": "o"}
+    largest = max(ratio for _, by_dtype in ratios.values() for ratio in by_dtype.values() if ratio < float("inf"))
+    edge = largest * 30
+    for row, (role, by_dtype) in enumerate(ratios.values()):
+        for dtype, ratio in by_dtype.items():
+            axes.plot(min(ratio, edge), row, marks[dtype], color=COLORS[role], markersize=7, clip_on=False)
+            if ratio == float("inf"):
+                offset = dict(xytext=(7, 0), textcoords="offset points", annotation_clip=False)
+                axes.annotate("∞", (edge, row), va="center", **offset)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.text(1.15, -0.62, "budget", fontsize=9, va="center")
+    for dtype, mark in marks.items():
+        axes.plot([], [], mark, color=INK, label=dtype)
+    figure.legend(fontsize=9, ncols=3, loc="outside lower center", handletextpad=0.1)
+    axes.set(xscale="log", ylim=(len(ratios) - 0.5, -0.9), xlabel="error / budget")
+    axes.set_yticks(range(len(ratios)), list(ratios), fontsize=9)
+    powers = [power for power in range(0, 10, 2) if 10**power < edge]
+    names = ["10" + "⁰¹²³⁴⁵⁶⁷⁸⁹"[power] if power else "1" for power in powers]
+    axes.set_xticks([10.0**power for power in powers], names)
+    axes.minorticks_off()
+    axes.grid(axis="y", visible=False)
+    parts = []
+    for name, (_, by_dtype) in ratios.items():
+        values = (f"{value:.2g} in {dtype}".replace("inf ", "infinite ") for dtype, value in by_dtype.items())
+        parts.append(f"{name}: " + ", ".join(values))
+    return figure, "Error as a multiple of the budget. " + "; ".join(parts) + "."
+
+
+# Chapter 6
 
 
 @picture
@@ -593,246 +856,3 @@ def backward_mask_tiles(panels):
             axes.text(len(kinds[0]) + 1.5, i * 1.3 + 1.2, kind, va="center", fontsize=9)
     counted = {title: sum(row.count("masked") for row in kinds) for title, kinds in panels.items()}
     return figure, "Grids of score tiles. " + "; ".join(f"{title}: {n} masked" for title, n in counted.items()) + "."
-
-
-@picture
-def matrix_lifetimes(lives, steps, backward_from):
-    """Draw which N x N matrices are alive in which step of the forward and the backward pass.
-
-    lives: {name: (first, last)}, the steps in which each matrix is alive, both included.
-    steps: names of the steps in order; the backward pass begins with number backward_from.
-    """
-    alive = [sum(first <= i <= last for first, last in lives.values()) for i in range(len(steps))]
-    peak = alive.index(max(alive))
-    figure, axes = new_figure(figsize=(4.8, 3.4))
-    axes.axvspan(peak - 0.5, peak + 0.5, color=INK, alpha=0.1, linewidth=0)
-    for row, (first, last) in enumerate(lives.values()):
-        axes.barh(row, last - first + 1, left=first - 0.5, height=0.62, color=COLORS["standard"])
-    for i, count in enumerate(alive):
-        axes.text(i, len(lives) - 0.15, str(count), ha="center", va="center", weight="bold" if i == peak else "normal")
-    axes.axvline(backward_from - 0.5, color=INK, linewidth=1, linestyle=":")
-    axes.text(backward_from - 0.65, -0.75, "forward", ha="right", va="center")
-    axes.text(backward_from - 0.35, -0.75, "backward", ha="left", va="center")
-    axes.set_yticks(range(len(lives) + 1), [*lives, "alive"])
-    axes.set_xticks(range(len(steps)), steps, rotation=60, ha="right", rotation_mode="anchor")
-    axes.set(xlim=(-0.5, len(steps) - 0.5), ylim=(len(lives) + 0.3, -1.2))
-    axes.grid(False)
-    spans = "; ".join(f"{name} from {steps[first]} to {steps[last]}" for name, (first, last) in lives.items())
-    alt = f"N×N matrices alive in each step. {spans}. The most, {max(alive)}, are alive in step {steps[peak]}."
-    return figure, alt
-
-
-@picture
-def trips_by_step(steps):
-    """Draw the bytes that each step reads and writes as bars. steps: [(name, read bytes, written bytes), …]."""
-    figure, axes = new_figure(figsize=(4.8, 2.6))
-    color = COLORS["device_memory"]
-    for row, (_, read, written) in enumerate(steps):
-        axes.barh(row, read / 1e9, height=0.6, color=color, label="read" if row == 0 else None)
-        axes.barh(
-            row, written / 1e9, left=read / 1e9, height=0.6, facecolor="none", edgecolor=color, hatch="///",
-            label="written" if row == 0 else None,
-        )  # fmt: skip
-    axes.set_yticks(range(len(steps)), [name for name, _, _ in steps])
-    axes.invert_yaxis()
-    axes.set(xlabel="bytes through device memory (GB)")
-    axes.grid(axis="y", visible=False)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=2)
-    parts = "; ".join(f"{name} reads {read / 1e9:.3f} GB and writes {new / 1e9:.3f}" for name, read, new in steps)
-    total = sum(read + written for _, read, written in steps)
-    return figure, f"Bytes of each step of attention: {parts}. Together {total / 1e9:.2f} GB."
-
-
-@picture
-def roofline(points, gpus):
-    """Plot the rate that the bytes allow against arithmetic intensity.
-
-    points: {label: (role, FLOP per byte, where its label goes: "left" or "below")}, drawn on the first GPU's roof.
-    gpus: {label: (FLOP per second, bytes per second)}.
-    """
-    figure, axes = new_figure(figsize=(4.8, 3.4))
-    low, high = 4, 8192
-    for (label, (flops, bandwidth)), line in zip(gpus.items(), ("-", "--", ":"), strict=False):
-        ridge = flops / bandwidth
-        rates = [x * bandwidth / 1e12 for x in (low, ridge)] + [flops / 1e12]
-        axes.plot([low, ridge, high], rates, color=INK, linestyle=line, linewidth=1.2, label=label)
-    flops, bandwidth = next(iter(gpus.values()))
-    parts = []
-    for label, (role, intensity, side) in points.items():
-        rate = min(flops, intensity * bandwidth) / 1e12
-        axes.plot(intensity, rate, **role_style(role) | {"linestyle": "none"}, markersize=8)
-        offset = (-8, 4) if side == "left" else (6, -14)
-        axes.annotate(label, (intensity, rate), offset, textcoords="offset points", ha="right", va="center")
-        parts.append(f"{label} at {intensity:.0f} FLOP per byte, at most {rate:.0f} TFLOP/s")
-    axes.set(xscale="log", yscale="log", xlabel="arithmetic intensity (FLOP/byte)", ylabel="TFLOP/s at most")
-    axes.set_xlim(low, high)
-    ticks = [4, 16, 64, 256, 1024, 8192]
-    axes.set_xticks(ticks, [str(x) for x in ticks])
-    axes.set_yticks([10, 100, 1000], ["10", "100", "1000"])
-    axes.minorticks_off()
-    axes.legend(loc="lower right", fontsize=9)
-    roofs = "; ".join(f"{label} turns flat at {top / rate:.0f} FLOP per byte" for label, (top, rate) in gpus.items())
-    return figure, f"Roofline of {roofs}. On {next(iter(gpus))}: {'; '.join(parts)}."
-
-
-@picture
-def memory_shares(models):
-    """Draw what fills the memory, as shares of the whole: one row of bars for each model, one bar for each length.
-
-    models: {name: {N: {"weights": bytes, "other": bytes, "attention": bytes}}}, two names or more.
-    """
-    looks = {
-        "attention": {"color": COLORS["standard"]},
-        "other": {"facecolor": "none", "edgecolor": COLORS["device_memory"], "hatch": "///"},
-        "weights": {"color": INK, "alpha": 0.45},
-    }
-    names = {"attention": "N×N matrices", "other": "other activations", "weights": "weights and optimizer"}
-    figure, rows = new_figure(len(models), 1, figsize=(4.8, 1.2 + 1.9 * len(models)))
-    parts = []
-    for axes, (model, by_length) in zip(rows, models.items(), strict=True):
-        for i, (n, sizes) in enumerate(by_length.items()):
-            total, bottom = sum(sizes.values()), 0
-            for part, look in looks.items():
-                share = 100 * sizes[part] / total
-                axes.bar(i, share, 0.62, bottom, label=names[part] if i == 0 and not parts else None, **look)
-                bottom += share
-            axes.text(i, 102, f"{total / 1e9:.0f} GB", ha="center", va="bottom")
-            share = 100 * sizes["attention"] / total
-            parts.append(f"{model} at N={n}: {share:.0f} % of {total / 1e9:.0f} GB are N×N matrices")
-        axes.set_xticks(range(len(by_length)), [str(n) for n in by_length])
-        axes.set_yticks([0, 50, 100])
-        axes.set(ylim=(0, 122), ylabel="% of memory")
-        axes.set_title(model, fontsize=10, loc="left")
-        axes.grid(axis="x", visible=False)
-    rows[-1].set_xlabel("sequence length N")
-    figure.legend(*rows[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9)
-    return figure, "; ".join(parts) + "."
-
-
-@picture
-def program_map(kinds, program, block_n, seqlen_k):
-    """Draw what one program of the causal forward kernel reads and writes, over the tiles of the score matrix.
-
-    kinds: rows of "full", "cut" or "skipped", one row per query block. program: the row to point out.
-    """
-    figure, axes = new_figure(figsize=(4.8, 3.9))
-    rows, columns = len(kinds), len(kinds[0])
-    looks = {
-        "full": dict(facecolor=COLORS["flash"], alpha=0.55),
-        "cut": dict(facecolor="none", hatch="////", edgecolor=COLORS["standard"]),
-        "skipped": dict(facecolor="none", edgecolor=INK, alpha=0.25),
-    }
-    for row, kinds_of_row in enumerate(kinds):
-        for column, kind in enumerate(kinds_of_row):
-            axes.add_patch(matplotlib.patches.Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, **looks[kind]))
-    last = max(column for column, kind in enumerate(kinds[program]) if kind != "skipped") + 1
-    outline = dict(fill=False, edgecolor=INK, linewidth=1.8)
-    axes.add_patch(matplotlib.patches.Rectangle((0, program), last, 1, **outline))
-    source = dict(facecolor=COLORS["device_memory"], alpha=0.45)
-    axes.add_patch(matplotlib.patches.Rectangle((0.06, -1.25), last - 0.12, 0.75, **source))
-    keys = f"reads K, V: keys 0 to {min(last * block_n, seqlen_k) - 1}"
-    axes.text(last / 2, -0.87, keys, ha="center", va="center", fontsize=9)
-    for y, text in ((program + 0.3, "reads Q"), (program + 0.72, "writes O, L")):
-        axes.text(columns + 0.12, y, text, va="center", fontsize=9)
-    for column, kind in enumerate(looks):
-        x = 0.1 + column * 2.1
-        axes.add_patch(matplotlib.patches.Rectangle((x, rows + 0.35), 0.55, 0.55, **looks[kind]))
-        axes.text(x + 0.68, rows + 0.63, kind, va="center", fontsize=9)
-    axes.set(xlim=(-0.1, columns + 1.75), ylim=(rows + 1.05, -1.4), aspect="equal")
-    axes.axis("off")
-    counts = {kind: sum(row.count(kind) for row in kinds) for kind in looks}
-    alt = (
-        f"A grid of {rows} query blocks by {columns} key blocks: {counts['full']} tiles are full, {counts['cut']} cut "
-        f"by the diagonal and the ragged edge, {counts['skipped']} skipped. Query block {program} is outlined: its "
-        f"program reads its rows of Q, the keys and values of its {last} tiles, and writes its rows of O and L."
-    )
-    return figure, alt
-
-
-@picture
-def tile_journey(shared_kib, register_kib):
-    """Draw one round of the forward kernel's inner loop: where each tile lies and what moves.
-
-    shared_kib, register_kib: {name: KiB} of the tiles in shared memory (q k v) and in registers (s p acc).
-    """
-    figure, axes = new_figure(figsize=(4.8, 4.4))
-    lanes = {"device memory": (8.2, "device_memory"), "shared memory": (4.9, "on_chip"), "registers": (0, "flash")}
-    heights = {"device memory": 1.9, "shared memory": 2.3, "registers": 4.0}
-    for name, (y, role) in lanes.items():
-        axes.add_patch(matplotlib.patches.Rectangle((0, y), 10, heights[name], facecolor=COLORS[role], alpha=0.13))
-        axes.text(4.9, y + heights[name] - 0.12, name, va="top", fontsize=9, color=INK)
-
-    def box(x, y, text, role, width=2.1, height=0.95):
-        look = dict(facecolor=COLORS[role], edgecolor=COLORS[role], alpha=0.35)
-        axes.add_patch(matplotlib.patches.Rectangle((x, y), width, height, **look))
-        axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=9)
-
-    for x, name in ((0.4, "Q"), (3.5, "K"), (6.9, "V")):
-        box(x, 8.4, f"{name} tile", "device_memory")
-        box(x, 5.15, f"{name} {shared_kib[name.lower()]:.0f} KiB", "on_chip")
-    box(0.4, 2.3, f"S {register_kib['s']:.0f} KiB", "flash")
-    box(4.0, 2.3, f"P {register_kib['p']:.0f} KiB", "flash")
-    box(0.4, 0.25, "m, ℓ, α", "flash")
-    box(6.9, 0.25, f"acc {register_kib['acc']:.0f} KiB", "flash")
-
-    def arrow(start, end, number, where=0.5, dx=0.28):
-        axes.annotate("", end, start, arrowprops=dict(arrowstyle="-|>", color=INK, linewidth=1.1))
-        x, y = (a + (b - a) * where for a, b in zip(start, end, strict=True))
-        axes.text(x + dx, y, number, fontsize=9, fontweight="bold", va="center", ha="center")
-
-    arrow((1.45, 8.4), (1.45, 6.1), "0")
-    arrow((4.55, 8.4), (4.55, 6.1), "1")
-    arrow((7.95, 8.4), (7.95, 6.1), "4")
-    arrow((1.2, 5.15), (1.2, 3.25), "2", dx=-0.3)
-    arrow((4.2, 5.15), (2.1, 3.25), "2", dx=0.35)
-    arrow((2.5, 2.78), (4.0, 2.78), "3", dx=0, where=0.5)
-    axes.texts[-1].set_y(3.15)
-    arrow((1.2, 2.3), (1.2, 1.2), "3", dx=-0.3)
-    arrow((2.5, 0.72), (6.9, 0.72), "α", dx=0)
-    axes.texts[-1].set_y(1.08)
-    arrow((5.6, 2.3), (7.2, 1.2), "5", dx=-0.35)
-    arrow((7.95, 5.15), (7.95, 1.2), "5", where=0.45)
-    axes.set(xlim=(0, 10), ylim=(0, 10.2))
-    axes.axis("off")
-    alt = (
-        "Three bands. Tiles of Q, K and V move from device memory to shared memory; Q once, K and V in each round. "
-        f"From Q and K in shared memory the score tile S ({register_kib['s']:.0f} KiB) is made in registers, from S "
-        f"the probabilities P ({register_kib['p']:.0f} KiB) and the row state m, ℓ, α, and P with V adds to acc "
-        f"({register_kib['acc']:.0f} KiB), which α has rescaled. Nothing goes back to device memory in the loop."
-    )
-    return figure, alt
-
-
-@picture
-def budget_ratios(ratios):
-    """Plot error over budget, one row per implementation and one mark per dtype.
-
-    ratios: {implementation: (role, {dtype: ratio})}; an infinite ratio stands at the right edge.
-    """
-    figure, axes = new_figure(figsize=(4.8, 0.62 * len(ratios) + 1.25))
-    marks = {"fp32": "^", "fp16": "s", "bf16": "o"}
-    largest = max(ratio for _, by_dtype in ratios.values() for ratio in by_dtype.values() if ratio < float("inf"))
-    edge = largest * 30
-    for row, (role, by_dtype) in enumerate(ratios.values()):
-        for dtype, ratio in by_dtype.items():
-            axes.plot(min(ratio, edge), row, marks[dtype], color=COLORS[role], markersize=7, clip_on=False)
-            if ratio == float("inf"):
-                offset = dict(xytext=(7, 0), textcoords="offset points", annotation_clip=False)
-                axes.annotate("∞", (edge, row), va="center", **offset)
-    axes.axvline(1, color=INK, linewidth=1.2)
-    axes.text(1.15, -0.62, "budget", fontsize=9, va="center")
-    for dtype, mark in marks.items():
-        axes.plot([], [], mark, color=INK, label=dtype)
-    figure.legend(fontsize=9, ncols=3, loc="outside lower center", handletextpad=0.1)
-    axes.set(xscale="log", ylim=(len(ratios) - 0.5, -0.9), xlabel="error / budget")
-    axes.set_yticks(range(len(ratios)), list(ratios), fontsize=9)
-    powers = [power for power in range(0, 10, 2) if 10**power < edge]
-    names = ["10" + "⁰¹²³⁴⁵⁶⁷⁸⁹"[power] if power else "1" for power in powers]
-    axes.set_xticks([10.0**power for power in powers], names)
-    axes.minorticks_off()
-    axes.grid(axis="y", visible=False)
-    parts = []
-    for name, (_, by_dtype) in ratios.items():
-        values = (f"{value:.2g} in {dtype}".replace("inf ", "infinite ") for dtype, value in by_dtype.items())
-        parts.append(f"{name}: " + ", ".join(values))
-    return figure, "Error as a multiple of the budget. " + "; ".join(parts) + "."

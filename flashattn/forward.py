@@ -10,7 +10,7 @@ from .primitives import (
     dot,
     key_loop_bounds,
     load_tile,
-    lse_from_log2,
+    natural_log,
     online_softmax_update,
     round_to,
     row_has_key,
@@ -44,7 +44,7 @@ def _attn_fwd_inner(
 
 @triton.jit(do_not_specialize=["seqlen_q", "seqlen_k"])
 def _attn_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lse_log2_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -56,7 +56,8 @@ def _attn_fwd_kernel(
     """Compute BLOCK_M rows of the output and their log-sum-exp for one batch entry and one head.
 
     Grid: (batch * n_heads * ceil(seqlen_q / BLOCK_M),), the blocks of one head next to each other.
-    Reads its rows of q once and every visible key and value once; writes its rows of out and lse.
+    Reads its rows of q once and every visible key and value once; writes its rows of out, of lse, and of lse in base 2,
+    which is what the backward pass needs: converted back and forth, a score would not be what it was.
     Source: Dao 2023 (FlashAttention-2), algorithm 1.
     """
     # Which rows of which head. The last rows come first: under a causal mask they are the longest.
@@ -72,6 +73,7 @@ def _attn_fwd_kernel(
     v_ptr += batch * stride_vb + head_kv * stride_vh
     out_ptr += batch * stride_ob + head * stride_oh
     lse_ptr += batch_head.to(tl.int64) * seqlen_q
+    lse_log2_ptr += batch_head.to(tl.int64) * seqlen_q
 
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
@@ -97,25 +99,28 @@ def _attn_fwd_kernel(
     # A row without keys has l_i = 0 and acc = 0: dividing by 1 instead gives out = 0 and lse = -inf.
     l_i = tl.where(row_has_key(offs_m, seqlen_k, shift, IS_CAUSAL), l_i, 1.0)
     store_tile(out_ptr, acc / l_i[:, None], offs_m, offs_d, stride_om, stride_od, seqlen_q, HEAD_DIM)
-    tl.store(lse_ptr + offs_m, lse_from_log2(m_i, l_i), mask=offs_m < seqlen_q)
+    lse_log2 = m_i + tl.log2(l_i)
+    tl.store(lse_ptr + offs_m, natural_log(lse_log2), mask=offs_m < seqlen_q)
+    tl.store(lse_log2_ptr + offs_m, lse_log2, mask=offs_m < seqlen_q)
 
 
 def attn_forward(q, k, v, *, causal, scale):
-    """Launch the forward kernel on checked inputs and return (out, lse); see ``flashattn.flash_attention``."""
+    """Launch the forward kernel on checked inputs and return (out, lse, lse_log2); see ``flash_attention``."""
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k = k.shape[1], k.shape[2]
     out = torch.empty_like(q)
     lse = torch.empty(batch, n_heads, seqlen_q, dtype=torch.float32, device=q.device)
+    lse_log2 = torch.empty_like(lse)
     cfg = block_config("forward", head_dim, q.dtype, target_of(q.device), causal=causal)
     grid = (batch * n_heads * triton.cdiv(seqlen_q, cfg.block_m),)
     if grid[0] == 0:
-        return out, lse
+        return out, lse, lse_log2
     _attn_fwd_kernel[grid](
-        q, k, v, out, lse,
+        q, k, v, out, lse, lse_log2,
         *q.stride(), *k.stride(), *v.stride(), *out.stride(),
         n_heads, n_heads_kv, seqlen_q, seqlen_k, scale * LOG2E.value,
         HEAD_DIM=head_dim, IS_CAUSAL=causal,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
-    return out, lse
+    return out, lse, lse_log2

@@ -1,7 +1,8 @@
 """Import this first in a notebook: it picks the device, and where there is no GPU it switches on Triton's interpreter.
 
 It prints one line that says what kernels run on. TRITON_INTERPRET=1 must be set before Triton is first imported, so
-this import comes first. Where Triton does not exist (macOS, Windows) cells that begin with ``# needs Triton`` say so in one line instead of running.
+this import comes first. Where Triton does not exist (macOS, Windows) cells that begin with ``# needs Triton`` say so in one
+line instead of running.
 """
 
 import importlib.metadata
@@ -28,7 +29,7 @@ def _choose_interpreter():
         os.environ["TRITON_INTERPRET"] = "1"
     versions = f"torch {torch.__version__}, triton {importlib.metadata.version('triton')}"
     if os.environ.get("TRITON_INTERPRET") == "1":
-        return f"No GPU in use: kernels run on the CPU in Triton's interpreter, slowly, with the same steps ({versions})."
+        return f"No GPU in use: kernels run on the CPU in Triton's interpreter, slowly ({versions})."
     return f"Kernels run on {torch.cuda.get_device_name()} ({versions})."
 
 

@@ -8,9 +8,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 LN2 = tl.constexpr(0.6931471805599453)
-# What the two lose when they are rounded to fp32.
-LOG2E_LOW = tl.constexpr(LOG2E.value - 1.44269502162933349609375)
-LN2_LOW = tl.constexpr(LN2.value - 0.693147182464599609375)
+LN2_LOW = tl.constexpr(LN2.value - 0.693147182464599609375)  # what LN2 loses when it is rounded to fp32
 # The interpreter multiplies the bit patterns of bf16 operands (Triton 3.7 to 3.9) and truncates fp32 to bf16 where a
 # GPU rounds: dot() and round_to() make up for that there.
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
@@ -76,17 +74,10 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
-def lse_from_log2(m_log2, l):
-    """Return ln(2^m_log2 * l), -inf for m_log2 = -inf. LN2 is split in two, so that the product rounds once."""
-    m_safe = tl.where(m_log2 == float("-inf"), 0.0, m_log2)
-    lse = tl.fma(m_safe, LN2, m_safe * LN2_LOW + tl.log2(l) * LN2)
-    return tl.where(m_log2 == float("-inf"), float("-inf"), lse)
-
-
-@triton.jit
-def lse_to_log2(lse):
-    """Return lse / ln(2), for a finite lse, with one rounding: half a unit at lse = 10 is 5e-7 in every probability."""
-    return tl.fma(lse, LOG2E, lse * LOG2E_LOW)
+def natural_log(x_log2):
+    """Return ln(2^x_log2) = x_log2 * ln(2). LN2 is split in two, so that the product rounds only once."""
+    finite = tl.where(x_log2 == float("-inf"), 0.0, x_log2)
+    return tl.where(x_log2 == float("-inf"), x_log2, tl.fma(finite, LN2, finite * LN2_LOW))
 
 
 @triton.jit

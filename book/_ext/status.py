@@ -1,4 +1,4 @@
-"""Render book/status.md, and README's results table, from what test runs and measurements recorded. Nobody types a result.
+"""Render book/status.md and README's results table from what test runs and measurements recorded.
 
 python book/_ext/status.py
 """
@@ -23,7 +23,7 @@ def kernel_section(results):
             worst[dtype][name] = max(kept, ratio)
     counts = results["counts"]
     lines = [
-        f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, {len(cases)} of them cases "
+        f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped; {len(cases)} are cases "
         "held to the error budget, each run twice for equal bits.",
         "",
         "Worst error as a share of the budget (1 is the limit):",
@@ -84,8 +84,8 @@ def results_table():
         implementations = list(dict.fromkeys(row["impl"] for row in rows))
         lines += [
             f"TFLOP/s, forward / backward, {first['dtype']}, {first['batch'] * first['seqlen_q']} tokens of width "
-            f"{first['heads'] * first['head_dim']}, on one {first['gpu']} ({first['date']}, torch {first['torch']}, triton "
-            f"{first['triton']}, commit {first['commit']}):",
+            f"{first['heads'] * first['head_dim']}, on one {first['gpu']} ({first['date']}, torch {first['torch']}, "
+            f"triton {first['triton']}, commit {first['commit']}):",
             "",
             "| head_dim | N | causal | " + " | ".join(implementations) + " |",
             "|---|---|---|" + "---|" * len(implementations),
