@@ -43,14 +43,14 @@ test: $(VENV)/installed book  ## build if needed, then run every test
 	@echo "== Tests of the package and the site"
 	@$(BIN)/python -m pytest tests -q -n $(JOBS) --dist worksteal
 	@echo "== Notebooks, each cell, pinned outputs compared"
-	@$(BIN)/python -m pytest --nbval-lax notebooks -q -n $(JOBS) --dist loadfile -p no:cacheprovider
+	@$(BIN)/python -m pytest --nbval-lax notebooks -q -n $(JOBS) --dist loadfile
 
 test-gpu: $(VENV)/installed  ## run the kernel tests on this machine's GPU and record them
 	@$(BIN)/python -m pytest tests/test_kernels.py tests/test_api.py -q -n $(JOBS) --results tests/results/kernels.json
-	@$(BIN)/python -m pytest --nbval-lax notebooks -q -n $(JOBS) --dist loadfile -p no:cacheprovider
+	@$(BIN)/python -m pytest --nbval-lax notebooks -q -n $(JOBS) --dist loadfile --results tests/results/notebooks.json
 
 fuzz: $(VENV)/installed  ## draw N random cases and hold them to the error budget (N=200)
-	@$(BIN)/python -m flashattn.testing --cases $(or $(N),200)
+	@$(BIN)/python -c 'import flashattn.notebook; from flashattn.testing import main; main()' --cases $(or $(N),200)
 
 lint: $(VENV)/installed  ## check style
 	@$(BIN)/ruff check .

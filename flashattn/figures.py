@@ -719,8 +719,8 @@ def backward_dataflow():
     axes.text(5, 0.75, "solid: whole, in device memory", ha="center", fontsize=9, color=COLORS["device_memory"])
     axes.text(5, 0.15, "dashed: one tile at a time, on chip", ha="center", fontsize=9, color=COLORS["on_chip"])
     return figure, (
-        "Data flow. Forward: Q and K give S, S gives P and L, P and V give O. Backward: dO and V give dP; O and dO give "
-        "delta; P, dP and delta give dS; dS gives dQ with K and dK with Q; P and dO give dV. S, P, dP and dS exist one "
+        "Forward: Q and K give S, S gives P and L, P and V give O. Backward: dO and V give dP; O and dO give "
+        "delta; P, dP and delta give dS; dS gives dQ with K, dK with Q; P and dO give dV. S, P, dP and dS exist one "
         "tile at a time on chip; Q, K, V, O, L, delta, dO, dQ, dK and dV lie whole in device memory."
     )
 
@@ -827,7 +827,7 @@ def matmul_counts(counts):
     axes.grid(axis="y", visible=False)
     figure.legend(loc="outside upper center", ncols=3, fontsize=9, handlelength=1.2, columnspacing=1)
     totals = [f"{' '.join(label.split())}: {sum(n)} of which {n[2]} again" for label, n in counts.items()]
-    alt = f"Bars of matrix products in one training step. {'; '.join(totals)}. A dotted line marks {double}, twice the first."
+    alt = f"Matrix products in one training step. {'; '.join(totals)}. A dotted line marks {double}, twice the first."
     return figure, alt
 
 

@@ -1,8 +1,8 @@
 """Import this first in a notebook: it picks the device, and where there is no GPU it switches on Triton's interpreter.
 
-It prints one line that says what kernels run on. TRITON_INTERPRET=1 must be set before Triton is first imported, so
-this import comes first. Where Triton does not exist (macOS, Windows) cells that begin with ``# needs Triton`` say so in one
-line instead of running.
+It prints one line that says what kernels run on. It comes first because TRITON_INTERPRET=1 must be set before Triton is
+first imported. Where Triton does not exist (macOS, Windows) cells that begin with ``# needs Triton`` say so in one line
+instead of running.
 """
 
 import importlib.metadata
@@ -10,6 +10,7 @@ import importlib.util
 import os
 import platform
 import sys
+import warnings
 
 import torch
 
@@ -41,9 +42,11 @@ def _skip_cells_that_need_triton(lines):
 
 
 def _set_up_ipython():
-    """Register the skipping of kernel cells, inside IPython only."""
+    """Register the skipping of kernel cells, inside IPython only, and keep a harmless warning out of the outputs."""
     from IPython import get_ipython
 
+    # PyTorch prints this once when a backward pass is the first to use cuBLAS in its thread; nothing is wrong then.
+    warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
     shell = get_ipython()
     if shell is not None and not HAS_TRITON:
         shell.input_transformers_cleanup.append(_skip_cells_that_need_triton)

@@ -5,7 +5,9 @@ through), so the yardstick is the error that plain PyTorch makes on the same inp
 implementation may err ``FACTOR`` times as much, plus one rounding of the largest value.
 """
 
+import argparse
 import math
+import random
 from typing import NamedTuple
 
 import torch
@@ -137,3 +139,37 @@ def assert_within_budget(attention, case, device="cpu", seed=0, **kwargs):
     if over:
         raise AssertionError(f"{case.id}: error over budget, as a multiple of it: {over}")
     return ratios
+
+
+def random_case(rng):
+    """Draw a case. What is compiled into a kernel comes from a short menu, the sizes from anywhere."""
+    heads_kv = rng.choice((1, 2, 3))
+    return Case(
+        seqlen_q=rng.randint(1, 300), seqlen_k=rng.randint(1, 300), head_dim=rng.choice((16, 40, 64, 128)),
+        dtype=rng.choice(list(DTYPES)), causal=rng.random() < 0.5, heads=heads_kv * rng.choice((1, 2, 5)),
+        heads_kv=heads_kv, scale=rng.choice((None, None, 0.3, -0.2)), family=rng.choice(("gaussian", "low")),
+    )  # fmt: skip
+
+
+def main(arguments=None):
+    """Hold random cases to the error budget on this machine: the kernels on a GPU, or in the interpreter."""
+    from .api import flash_attention
+
+    parser = argparse.ArgumentParser(prog="python -m flashattn.testing", description=main.__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rng, worst = random.Random(options.seed), 0.0
+    for i in range(options.cases):
+        case = random_case(rng)
+        ratios = assert_within_budget(
+            lambda q, k, v, **kwargs: flash_attention(q, k, v, return_lse=True, **kwargs), case, device, seed=i
+        )
+        worst = max(worst, *ratios.values())
+        print(f"\r{i + 1} of {options.cases} within the budget, worst {worst:.2f} of it", end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

@@ -12,7 +12,7 @@ MAY_IMPORT = {
     "reference": set(),
     "derivative": set(),
     "tiled": {"reference", "derivative"},
-    "testing": {"reference"},
+    "testing": {"reference", "api"},
     "primitives": set(),
     "configs": set(),
     "forward": {"primitives", "configs"},

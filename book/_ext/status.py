@@ -9,6 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "results"
+TITLES = {"kernels": "Kernel tests on a GPU", "notebooks": "Notebooks on a GPU, under nbval"}
 BEGIN, END = "<!-- results: begin (make status writes this) -->", "<!-- results: end -->"
 
 
@@ -50,7 +51,7 @@ def status_page():
     lines = ["# Status", "", "This page is written by `make status` from recorded runs.", ""]
     for path in sorted(RESULTS.glob("*.json")):
         results = json.loads(path.read_text())
-        lines += [f"## {results['title']}", "", machine_line(results), ""]
+        lines += [f"## {TITLES[path.stem]}", "", machine_line(results), ""]
         if any("ratios" in test for test in results["tests"]):
             lines += kernel_section(results)
         else:
@@ -85,7 +86,7 @@ def results_table():
         lines += [
             f"TFLOP/s, forward / backward, {first['dtype']}, {first['batch'] * first['seqlen_q']} tokens of width "
             f"{first['heads'] * first['head_dim']}, on one {first['gpu']} ({first['date']}, torch {first['torch']}, "
-            f"triton {first['triton']}, commit {first['commit']}):",
+            f"triton {first['triton']}, commit {first['commit'][:12]}):",
             "",
             "| head_dim | N | causal | " + " | ".join(implementations) + " |",
             "|---|---|---|" + "---|" * len(implementations),
@@ -96,11 +97,12 @@ def results_table():
             for impl in implementations:
                 rates = []
                 for direction, factor in (("forward", 1), ("backward", 2.5)):
-                    row = next((r for r in rows if (r["head_dim"], r["seqlen_q"], r["causal"], r["impl"], r["direction"])
-                                == (head_dim, seqlen, causal, impl, direction)), None)  # fmt: skip
-                    if row is None:
+                    wanted = dict(head_dim=head_dim, seqlen_q=seqlen, causal=causal, impl=impl, direction=direction)
+                    found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+                    if not found:
                         rates.append("–")
                         continue
+                    row = found[0]
                     sizes = (row["batch"], row["heads"], row["seqlen_q"], row["seqlen_k"], head_dim)
                     flops = factor * cost.attention_flops(*sizes, causal=causal)
                     rates.append(f"{flops / (row['p50'] * 1e-3) / 1e12:.0f}")
