@@ -631,9 +631,9 @@ def tile_journey(shared_kib, register_kib):
         x, y = (a + (b - a) * where for a, b in zip(start, end, strict=True))
         axes.text(x + dx, y, number, fontsize=9, fontweight="bold", va="center", ha="center")
 
-    arrow((1.45, 8.4), (1.45, 6.1), "0")
-    arrow((4.55, 8.4), (4.55, 6.1), "1")
-    arrow((7.95, 8.4), (7.95, 6.1), "4")
+    arrow((1.45, 8.4), (1.45, 6.1), "0", where=0.35)
+    arrow((4.55, 8.4), (4.55, 6.1), "1", where=0.35)
+    arrow((7.95, 8.4), (7.95, 6.1), "4", where=0.35)
     arrow((1.2, 5.15), (1.2, 3.25), "2", dx=-0.3)
     arrow((4.2, 5.15), (2.1, 3.25), "2", dx=0.35)
     arrow((2.5, 2.78), (4.0, 2.78), "3", dx=0, where=0.5)

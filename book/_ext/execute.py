@@ -36,10 +36,14 @@ def execute(path):
     """Execute one notebook in its own folder and return (path, notebook, seconds); raise if a cell does."""
     notebook = nbformat.read(path, as_version=4)
     start = time.perf_counter()
-    quiet = ["--log-level=40"]  # ipykernel warns about its own default transport otherwise
-    resources = {"metadata": {"path": str(path.parent)}}
-    # Timestamps in the metadata would keep the cached notebook from matching its source.
-    client = NotebookClient(notebook, timeout=600, resources=resources, record_timing=False, extra_arguments=quiet)
+    client = NotebookClient(
+        notebook,
+        timeout=600,
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,  # timestamps would keep the cached notebook from matching its source
+        coalesce_streams=True,  # one output for what one cell prints, however it was flushed
+        extra_arguments=["--log-level=40"],  # ipykernel warns about its own default transport otherwise
+    )
     client.execute()
     return path, notebook, time.perf_counter() - start
 
@@ -52,8 +56,6 @@ def clean(notebook):
         cell.metadata = {"tags": tags} if tags else {}
         if cell.cell_type == "code" and "keep_output" not in (tags or []):
             cell.outputs, cell.execution_count = [], None
-        for output in cell.get("outputs", []):
-            output.pop("metadata", None) if output.output_type == "stream" else None
 
 
 def main():

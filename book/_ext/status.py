@@ -4,6 +4,7 @@ python book/_ext/status.py
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def machine_line(results):
     return f"{where}; {versions}; {results['date']}; commit `{(results['commit'] or 'unknown')[:12]}`."
 
 
+def pinned_versions():
+    """Return the versions of what matters most to a build, from requirements.txt."""
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), flags=re.M))
+    return ", ".join(
+        f"{name} {pins[name]}" for name in ("torch", "triton", "numpy", "jupyter-book", "Sphinx", "myst-nb")
+    )
+
+
 def status_page():
     """Return the text of book/status.md."""
     lines = ["# Status", "", "This page is written by `make status` from recorded runs.", ""]
@@ -61,7 +70,8 @@ def status_page():
     lines += [
         "## This build",
         "",
-        "The notebooks of this site, as executed for it on a machine without a GPU:",
+        f"Built with {pinned_versions()}, as pinned in `requirements.txt`. The notebooks, as executed for this",
+        "site on a machine without a GPU:",
         "",
         "```{nb-exec-table}",
         "```",
