@@ -54,11 +54,14 @@ def target_of(device):
 # compute capability 8.0 on, spills no registers.
 HOPPER = {
     ("forward", 64): (64, 64, 4, 3), ("forward", 128): (64, 64, 4, 3), ("forward", 256): (64, 64, 8, 2),
-    ("dkdv", 64): (32, 64, 4, 2), ("dkdv", 128): (32, 64, 8, 2), ("dkdv", 256): (32, 32, 8, 2),
-    ("dq", 64): (128, 64, 8, 3), ("dq", 128): (128, 64, 8, 2), ("dq", 256): (64, 64, 8, 2),
+    ("dkdv", 64): (32, 64, 4, 2), ("dkdv", 128): (32, 128, 8, 2), ("dkdv", 256): (32, 32, 8, 2),
+    ("dq", 64): (64, 64, 4, 3), ("dq", 128): (128, 64, 8, 3), ("dq", 256): (64, 64, 8, 2),
 }  # fmt: skip
-# Without a causal mask the forward pass gains from wider blocks.
-HOPPER_FULL_FORWARD = {("forward", 64): (64, 128, 4, 2), ("forward", 128): (128, 64, 8, 2)}
+# Without a causal mask larger blocks or deeper pipelines are faster.
+HOPPER_FULL = HOPPER | {
+    ("forward", 64): (64, 128, 4, 2), ("forward", 128): (128, 64, 8, 2),
+    ("dkdv", 64): (32, 64, 4, 3), ("dq", 64): (128, 64, 8, 3),
+}  # fmt: skip
 # Everything else with tensor cores, down to 99 KiB of shared memory (8.6, 8.9, 12.0).
 PORTABLE = {
     ("forward", 64): (64, 64, 4, 2), ("forward", 128): (64, 64, 8, 2), ("forward", 256): (32, 32, 8, 2),
@@ -91,8 +94,7 @@ def block_config(direction, head_dim, dtype, target, *, causal):
     elif dtype == torch.float32 or target.arch < 80:
         choice = NO_TENSOR_CORES[width]
     elif target.arch == 90:
-        choice = HOPPER[direction, width]
-        choice = choice if causal else HOPPER_FULL_FORWARD.get((direction, width), choice)
+        choice = (HOPPER if causal else HOPPER_FULL)[direction, width]
     else:
         choice = PORTABLE[direction, width]
     block_m, block_n, num_warps, num_stages = choice
