@@ -24,7 +24,7 @@ def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=N
                                             x .
                                             x x
 
-    A row that sees no key gives out 0, lse -inf and zero gradients.
+    A row that sees no key gives out 0, lse ``-inf`` and zero gradients.
 
     Args:
         q: (batch, heads, seqlen_q, head_dim), fp16, bf16 or fp32, any strides, head_dim 1 to 256, any seqlen_q >= 0.

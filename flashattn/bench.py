@@ -35,7 +35,7 @@ def load_rows(gpu, **wanted):
 
     Args:
         gpu: the name of the file in ``flashattn/data``, such as "nvidia_h200".
-        wanted: keep only rows whose columns equal these values: suite="memory", impl="eager", seqlen_q=4096, ….
+        wanted: keep only rows whose columns equal these values, as in ``suite="memory", impl="eager"``.
 
     Returns:
         A list of dicts with the keys of COLUMNS, empty where nothing was recorded. Sizes are int, causal is bool,

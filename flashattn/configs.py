@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages as plain functions of what is known before a launch.
 
-Nothing is tuned at call time: the same call always runs the same kernel. Chapter 9 is about where these numbers come
-from.
+Nothing is tuned at call time: the same call always runs the same kernel. The numbers come from compiling for each
+target without one (registers, spills, shared memory) and from a sweep on an H200.
 """
 
 import functools

@@ -10,10 +10,7 @@ FP32_BYTES = 4
 
 
 class Gpu(NamedTuple):
-    """A GPU by its datasheet. Rates are dense 16-bit tensor-core rates with fp32 accumulation.
-
-    shared_bytes: shared memory that one block may use.
-    """
+    """A GPU by its datasheet: memory, bandwidth, dense 16-bit matrix rate, and shared memory one program may use."""
 
     memory_bytes: int
     bandwidth_bytes_per_s: float
@@ -61,9 +58,10 @@ def qkvo_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes
 def standard_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes, *, matrices):
     """Count the bytes that standard attention holds at its peak: q, k, v, out and the N x N matrices.
 
-    matrices: how many seqlen_q x seqlen_k matrices are alive at once; chapter 1 finds 2 in the forward pass (S and P)
-    and 3 in the backward pass (P, dP, dS) of the plainest implementation; 4 on a GPU, where PyTorch's softmax backward
-    holds one more.
+    Args:
+        matrices: how many seqlen_q x seqlen_k matrices are alive at once. Chapter 1 finds 2 in the forward pass (S and
+            P) and 3 in the backward pass (P, dP, dS) of the plainest implementation; 4 on a GPU, where PyTorch's
+            softmax backward holds one more.
     """
     scores = score_count(batch, heads, seqlen_q, seqlen_k)
     return (
@@ -93,7 +91,8 @@ def standard_traffic_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim,
 def flash_traffic_bytes(batch, heads, seqlen_q, seqlen_k, head_dim, dtype_bytes, *, block_m):
     """Count the bytes that the tiled forward pass requests: q and out once, all of k and v once per query block.
 
-    Some of the repeated requests for k and v are served by the L2 cache, so device memory sees this many at most.
+    Some of the repeated requests for k and v are served by the L2 cache, so device memory sees this many at most. One
+    fp32 lse a row is counted; the kernel writes a second one, in base 2.
     """
     query_blocks = -(-seqlen_q // block_m)
     q_and_out = 2 * seqlen_q * head_dim * dtype_bytes
@@ -102,9 +101,12 @@ def flash_traffic_bytes(batch, heads, seqlen_q, seqlen_k, head_dim, dtype_bytes,
 
 
 def on_chip_tile_bytes(block_m, block_n, head_dim, dtype_bytes, *, stages=1):
-    """Count the shared memory that the tiles of the forward kernel need: one of q, and `stages` of k and of v.
+    """Count the shared memory that the tiles of the forward kernel need: one of q, and ``stages`` of k and of v.
 
     Scores and accumulators live in registers. The compiler may allocate more, or less where tiles share space.
+
+    Args:
+        stages: how many tiles of k and of v are in flight at once.
     """
     return dtype_bytes * head_dim * (block_m + 2 * stages * block_n)
 

@@ -1,6 +1,6 @@
 """Cases, inputs and the error budget: what "right" means for every implementation in this package.
 
-The truth is attention in fp64. No fixed tolerance separates rounding from a bug (chapter 7 shows one that 1e-2 lets
+The truth is attention in fp64. No fixed tolerance separates rounding from a bug (chapter 3 shows one that 1e-2 lets
 through), so the yardstick is the error that plain PyTorch makes on the same inputs in the same dtype: an
 implementation may err ``FACTOR`` times as much, plus one rounding of the largest value.
 """
