@@ -127,6 +127,7 @@ def test_output_has_the_layout_of_q(device):
     assert flash_attention(q, k, v).stride() == q.stride()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_nan_and_infinity_show(where, bad, device):
@@ -139,6 +140,7 @@ def test_nan_and_infinity_show(where, bad, device):
     assert not out.isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 def test_row_whose_visible_scores_are_all_minus_infinity_is_nan(device):
     """The row has keys, so this is no masked row: hiding the infinity behind a 0 would be silent."""
     q, k, v = torch.ones(1, 1, 1, 16, device=device), torch.ones(1, 1, 3, 16, device=device), torch.ones(1, 1, 3, 16)
