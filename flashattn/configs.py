@@ -68,6 +68,8 @@ PORTABLE = {
     ("dkdv", 64): (32, 64, 8, 2), ("dkdv", 128): (32, 64, 8, 2), ("dkdv", 256): (16, 32, 8, 2),
     ("dq", 64): (64, 64, 4, 2), ("dq", 128): (64, 64, 8, 2), ("dq", 256): (32, 32, 8, 2),
 }  # fmt: skip
+# Compute capability 10.x compiles these two otherwise: with the blocks above they spill.
+BLACKWELL = PORTABLE | {("forward", 256): (64, 64, 8, 2), ("dkdv", 128): (32, 32, 8, 2)}
 # fp32 products, and everything on compute capability 7.5, run on the ordinary cores: operands fill the registers.
 NO_TENSOR_CORES = {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}
 
@@ -96,6 +98,6 @@ def block_config(direction, head_dim, dtype, target, *, causal):
     elif target.arch == 90:
         choice = (HOPPER if causal else HOPPER_FULL)[direction, width]
     else:
-        choice = PORTABLE[direction, width]
+        choice = (BLACKWELL if target.arch // 10 == 10 else PORTABLE)[direction, width]
     block_m, block_n, num_warps, num_stages = choice
     return BlockConfig(block_m, block_n, block_d, num_warps, num_stages)

@@ -18,6 +18,7 @@ JOBS = {
     "sm_80": [("bfloat16", 128, True)],
     "sm_86": [("float16", 256, False), ("bfloat16", 64, True)],
     "sm_90": [("bfloat16", 64, True), ("float16", 128, False), ("bfloat16", 256, True)],
+    "sm_100": [("bfloat16", 128, True), ("float16", 256, True)],
     "sm_120": [("bfloat16", 128, False)],
 }
 
