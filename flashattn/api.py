@@ -55,6 +55,8 @@ def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=N
     """
     scale = _check(q, k, v, causal, scale, window, softcap, return_lse)
     _check_can_launch(q)
+    # A kernel reads memory, and knows nothing of the sign that PyTorch keeps beside it for views like z.conj().imag.
+    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
     out, lse = _FlashAttention.apply(q, k, v, causal, scale)
     return (out, lse) if return_lse else out
 
@@ -79,7 +81,8 @@ class _FlashAttention(torch.autograd.Function):
         if do is None and dlse is None:
             return None, None, None, None, None
         q, k, v, out, lse_log2 = ctx.saved_tensors
-        do = out.new_zeros(()).expand_as(out) if do is None else do
+        do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
+        dlse = None if dlse is None else dlse.resolve_neg()
         with torch.cuda.device_of(q):
             dq, dk, dv = attn_backward(q, k, v, out, lse_log2, do, dlse, causal=ctx.causal, scale=ctx.scale)
         return dq, dk, dv, None, None

@@ -122,6 +122,17 @@ def test_broadcast_inputs_and_gradients(device):
         assert torch.equal(a, e)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "do", "dlse"])
+def test_lazily_negated_views(name, device):
+    """The imaginary part of a conjugate is a view whose sign is a flag, which a kernel does not see."""
+    inputs = make_inputs(Case(20, 33, 16, "fp32", heads=2, heads_kv=2), device)
+    x = getattr(inputs, name)
+    view = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert view.is_neg() and torch.equal(view, x)
+    plain, negated = run(kernel, inputs), run(kernel, inputs._replace(**{name: view}))
+    assert all(torch.equal(plain[key], negated[key]) for key in plain)
+
+
 def test_output_has_the_layout_of_q(device):
     q, k, v = (torch.randn(2, 20, 4, 16, device=device).transpose(1, 2) for _ in range(3))
     assert flash_attention(q, k, v).stride() == q.stride()
