@@ -60,10 +60,8 @@ class Picture:
         attributes = (
             f'role="img" aria-label="{html.escape(alt)}" style="width:100%;max-width:{width * 1.7:.0f}px;height:auto"'
         )
-        self.svg = re.sub(
-            r'<svg (.*?)(?:width|height)="[\d.]+pt" ?', rf"<svg {attributes} \1", svg, count=1, flags=re.S
-        )
-        self.svg = re.sub(r'(<svg [^>]*?)(?:width|height)="[\d.]+pt" ?', r"\1", self.svg, count=1)
+        svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)  # the page sets the size
+        self.svg = svg.replace("<svg", f"<svg {attributes}", 1)
 
     def _repr_html_(self):
         return f'<div class="flashattn-picture">{self.svg}</div>'

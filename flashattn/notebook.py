@@ -45,10 +45,12 @@ def _set_up_ipython():
     """Register the skipping of kernel cells, inside IPython only, and keep a harmless warning out of the outputs."""
     from IPython import get_ipython
 
+    shell = get_ipython()
+    if shell is None:
+        return
     # PyTorch prints this once when a backward pass is the first to use cuBLAS in its thread; nothing is wrong then.
     warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
-    shell = get_ipython()
-    if shell is not None and not HAS_TRITON:
+    if not HAS_TRITON:
         shell.input_transformers_cleanup.append(_skip_cells_that_need_triton)
 
 

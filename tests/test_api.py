@@ -1,12 +1,11 @@
 """What the public call refuses, and how; what importing costs; what happens without a GPU or without Triton."""
 
 import math
-import subprocess
-import sys
 import types
 
 import pytest
 import torch
+from processes import python
 
 import flashattn
 from flashattn import api, flash_attention
@@ -87,16 +86,6 @@ def test_double_backward_is_refused(loss, attention, device):
         torch.autograd.grad(dq.sum(), k)
 
 
-def python(code, **environment):
-    """Run code in a fresh interpreter and return what it printed."""
-    import os
-
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | environment
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
 CPU_CALL = """
 import torch, flashattn
 try:
@@ -104,38 +93,28 @@ try:
 except Exception as error:
     print(type(error).__name__, error)
 """
-HIDE_TRITON = """
-import sys
-sys.modules["triton"] = None
-import importlib.util
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *args: None if name == "triton" else find_spec(name, *args)
-"""
 
 
 @pytest.mark.triton
 def test_cpu_without_the_interpreter_says_what_to_set():
-    printed = python(CPU_CALL)
+    printed = python("-c", CPU_CALL)
     assert printed.startswith("RuntimeError `q` must be on a CUDA device, got cpu")
     assert "set TRITON_INTERPRET=1" in printed and "before Triton is first imported" in printed
 
 
 @pytest.mark.triton
 def test_interpreter_switched_on_too_late_is_told():
-    printed = python("import os, triton; os.environ['TRITON_INTERPRET'] = '1'" + CPU_CALL)
+    printed = python("-c", "import os, triton; os.environ['TRITON_INTERPRET'] = '1'" + CPU_CALL)
     assert "it is set now, but Triton was imported before" in printed
 
 
 def test_without_triton_the_rest_works():
-    printed = python(
-        HIDE_TRITON
-        + CPU_CALL
-        + """
+    both = """
 q, k, v = torch.randn(3, 1, 2, 9, 4)
 a, b = flashattn.attention_reference(q, k, v)[0], flashattn.attention_tiled(q, k, v)[0]
 print(torch.allclose(a, b, atol=1e-5))
 """
-    ).splitlines()
+    printed = python("-c", CPU_CALL + both, without_triton=True).splitlines()
     assert printed[0].startswith("ImportError flash_attention needs Triton, which is not installed")
     assert printed[1] == "True"
 
@@ -153,7 +132,7 @@ assert not torch.cuda.is_initialized()
 heavy = [name for name in ("triton", "matplotlib", "IPython", "ipywidgets") if name in sys.modules]
 print(seconds, heavy)
 """
-    seconds, heavy = min((python(code).split(" ", 1) for _ in range(3)), key=lambda printed: float(printed[0]))
+    seconds, heavy = min((python("-c", code).split(" ", 1) for _ in range(3)), key=lambda printed: float(printed[0]))
     assert float(seconds) <= 0.3
     assert "matplotlib" not in heavy and "IPython" not in heavy and "ipywidgets" not in heavy
 

@@ -1,13 +1,11 @@
 """What every chapter must have: stripped outputs, pinned cells, prose that knows its numbers; and a life without Triton."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+from processes import python
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
@@ -70,24 +68,13 @@ class TestChapter:
             assert "hide-cell" in tags(cell)
         assert sum("must_fail(" in cell.source for cell in solutions) >= len(stubs)
 
-    def test_reads_whole_without_triton(self, path, tmp_path):
+    def test_reads_whole_without_triton(self, path):
         """Run the chapter with Triton hidden: cells marked `# needs Triton` are skipped in one line, the rest works."""
-        (tmp_path / "sitecustomize.py").write_text(
-            "import sys, importlib.util\n"
-            "sys.modules['triton'] = None\n"
-            "find_spec = importlib.util.find_spec\n"
-            "importlib.util.find_spec = lambda name, *a: None if name == 'triton' else find_spec(name, *a)\n"
-        )
         code = (
             "import sys, nbformat, nbclient\n"
             "notebook = nbformat.read(sys.argv[1], as_version=4)\n"
             "nbclient.NotebookClient(notebook, timeout=600, resources={'metadata': {'path': sys.argv[2]}}).execute()\n"
             "print(sum('Skipped: this cell needs Triton' in o.get('text', '') for c in notebook.cells for o in c.get('outputs', [])))\n"
         )
-        path_with_hook = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
-        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": path_with_hook}
-        command = [sys.executable, "-c", code, str(path), str(path.parent)]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
-        assert done.returncode == 0, done.stderr[-3000:]
-        marked = sum(cell.source.startswith("# needs Triton") for cell in cells(path))
-        assert int(done.stdout) == marked
+        skipped = python("-c", code, str(path), str(path.parent), without_triton=True)
+        assert int(skipped) == sum(cell.source.startswith("# needs Triton") for cell in cells(path))

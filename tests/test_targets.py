@@ -1,12 +1,11 @@
 """Compile the kernels for GPUs that are not here: they fit, and the default configurations do not spill."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 from flashattn.configs import INTERPRETER, SHARED_BYTES, Target, block_config
 
@@ -28,13 +27,7 @@ def test_compiles_and_fits(target, record_property):
     arch = int(target[3:])
     entries = [(kernel, d, dtype, causal, arch) for dtype, d, causal in JOBS[target] for kernel in KERNELS]
     script = Path(__file__).with_name("compile_kernels.py")
-    import os
-
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, str(script), json.dumps(entries)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = [json.loads(line) for line in python(str(script), json.dumps(entries)).splitlines()]
     assert len(rows) == len(entries)
     for row in rows:
         assert row["shared_bytes"] <= SHARED_BYTES[arch], row

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import nbformat
 from jupyter_cache import get_cache
+from jupyter_cache.base import CacheBundleIn
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,11 +71,11 @@ def main():
     paths, cache = [path.resolve() for path in options.notebooks], None
     if options.cache:
         cache = get_cache(options.cache)
-        stamp = options.cache / "package.sha256"
-        if stamp.exists() and stamp.read_text() != package_hash():
+        stamp, package = options.cache / "package.sha256", package_hash()
+        if stamp.exists() and stamp.read_text() != package:
             cache.clear_cache()
         stamp.parent.mkdir(parents=True, exist_ok=True)
-        stamp.write_text(package_hash())
+        stamp.write_text(package)
         paths = [path for path in paths if not _is_cached(cache, path)]
     failed = False
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -104,8 +105,6 @@ def _is_cached(cache, path):
 
 
 def _store(cache, path, notebook, seconds):
-    from jupyter_cache.base import CacheBundleIn
-
     cache.cache_notebook_bundle(
         CacheBundleIn(notebook, str(path), data={"execution_seconds": seconds}), check_validity=False, overwrite=True
     )

@@ -5,8 +5,10 @@ python book/_ext/status.py
 
 import json
 import re
-import sys
 from pathlib import Path
+
+from flashattn import cost
+from flashattn.bench import DATA, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "results"
@@ -80,18 +82,25 @@ def status_page():
     return "\n".join(lines)
 
 
+def tflops(row):
+    """Return a timed row's rate in TFLOP/s, by the convention of cost.attention_flops."""
+    matmuls = {"forward": cost.FORWARD_MATMULS, "backward": cost.BACKWARD_MATMULS}[row["direction"]]
+    sizes = (row[name] for name in ("batch", "heads", "seqlen_q", "seqlen_k", "head_dim"))
+    return cost.attention_flops(*sizes, matmuls=matmuls, causal=row["causal"]) / (row["p50"] * 1e-3) / 1e12
+
+
 def results_table():
     """Return README's table: TFLOP/s of each implementation on the shapes of suite core, from the recorded CSV."""
-    sys.path.insert(0, str(ROOT))
-    from flashattn import cost
-    from flashattn.bench import DATA, load_rows
-
     lines = []
     for path in sorted(DATA.glob("*.csv")):
         rows = load_rows(path.stem, suite="core", metric="time")
         if not rows:
             continue
         first = rows[0]
+        rates = {
+            (row["head_dim"], row["seqlen_q"], row["causal"], row["impl"], row["direction"]): f"{tflops(row):.0f}"
+            for row in rows
+        }
         implementations = list(dict.fromkeys(row["impl"] for row in rows))
         lines += [
             f"TFLOP/s, forward / backward, {first['dtype']}, {first['batch'] * first['seqlen_q']} tokens of width "
@@ -101,23 +110,12 @@ def results_table():
             "| head_dim | N | causal | " + " | ".join(implementations) + " |",
             "|---|---|---|" + "---|" * len(implementations),
         ]
-        shapes = dict.fromkeys((row["head_dim"], row["seqlen_q"], row["causal"]) for row in rows)
-        for head_dim, seqlen, causal in shapes:
-            cells = []
-            for impl in implementations:
-                rates = []
-                for direction, factor in (("forward", 1), ("backward", 2.5)):
-                    wanted = dict(head_dim=head_dim, seqlen_q=seqlen, causal=causal, impl=impl, direction=direction)
-                    found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
-                    if not found:
-                        rates.append("–")
-                        continue
-                    row = found[0]
-                    sizes = (row["batch"], row["heads"], row["seqlen_q"], row["seqlen_k"], head_dim)
-                    flops = factor * cost.attention_flops(*sizes, causal=causal)
-                    rates.append(f"{flops / (row['p50'] * 1e-3) / 1e12:.0f}")
-                cells.append(" / ".join(rates))
-            lines.append(f"| {head_dim} | {seqlen} | {'yes' if causal else 'no'} | " + " | ".join(cells) + " |")
+        for shape in dict.fromkeys(key[:3] for key in rates):
+            cells = [
+                " / ".join(rates.get((*shape, impl, direction), "–") for direction in ("forward", "backward"))
+                for impl in implementations
+            ]
+            lines.append(f"| {shape[0]} | {shape[1]} | {'yes' if shape[2] else 'no'} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
