@@ -32,7 +32,7 @@ $(BOOK): $(VENV)/installed $(SOURCES)
 	@echo "== Executing $(words $(NOTEBOOKS)) notebooks, $(JOBS) at a time (unchanged ones come from the cache)"
 	@$(BIN)/python book/_ext/execute.py --cache $(CACHE) --jobs $(JOBS) $(NOTEBOOKS)
 	@echo "== Building the site"
-	@$(BIN)/jupyter-book build . -W -n --keep-going --quiet
+	@$(BIN)/jupyter-book build . --all -W -n --keep-going --quiet
 	@touch $@
 
 serve: book  ## build, then serve the site on localhost
