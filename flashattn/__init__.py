@@ -3,9 +3,15 @@
 Importing it loads PyTorch and nothing else: Triton with the first kernel call, matplotlib with the first figure.
 """
 
-from .api import flash_attention
+from .api import flash_attention, flash_attention_varlen, scaled_dot_product_attention
 from .reference import attention_reference
 from .tiled import attention_tiled
 
-__all__ = ["attention_reference", "attention_tiled", "flash_attention"]
+__all__ = [
+    "attention_reference",
+    "attention_tiled",
+    "flash_attention",
+    "flash_attention_varlen",
+    "scaled_dot_product_attention",
+]
 __version__ = "0.1.0"

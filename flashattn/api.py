@@ -1,135 +1,310 @@
-"""The public calls: every check of user input, the autograd function, and the way to the kernels."""
+"""The public calls and every check of what users pass to them."""
 
-import importlib.util
 import math
-import os
 
 import torch
 
-from .derivative import first_derivative_only
+from .ops import attention
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
+MAX_ROWS = 2**30  # so that a row plus a window stays a 32-bit number
+DENSE = "(batch, heads, seqlen, head_dim)"
+PACKED = "(total, heads, head_dim)"
 
 
 def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=None, return_lse=False):
     """Compute softmax(scale * q @ k^T) @ v without storing the score matrix, forward and backward.
 
-    The last query is aligned with the last key ("bottom-right"). With ``causal=True``, x for a visible key::
+    The last query is aligned with the last key ("bottom-right"): query ``i`` stands at key position
+    ``i + seqlen_k - seqlen_q``. With x for a visible key::
 
-        seqlen_q=2, seqlen_k=5          seqlen_q=5, seqlen_k=2
-            x x x x .                       . .
-            x x x x x                       . .
-                                            . .
-                                            x .
-                                            x x
+                  seqlen_q=2, seqlen_k=5             seqlen_q=5, seqlen_k=2
+                causal   window=(1,0)  (0,1)        causal   window=(1,0)  (0,1)
+              x x x x .   . . x x .  . . . x x        . .        . .        . .
+              x x x x x   . . . x x  . . . . x        . .        . .        . .
+                                                      . .        . .        x .
+                                                      x .        x .        x x
+                                                      x x        x x        . x
 
-    A row that sees no key gives out 0, lse ``-inf`` and zero gradients.
+    ``window=(left, right)`` shows ``left + right + 1`` keys: ``left`` before a query's own position, its own, ``right``
+    after it. ``window=(w, 0)`` and ``causal=True`` with ``window=(w, None)`` are the same. A row that sees no key gives
+    out 0, lse ``-inf`` and zero gradients.
 
     Args:
         q: (batch, heads, seqlen_q, head_dim), fp16, bf16 or fp32, any strides, head_dim 1 to 256, any seqlen_q >= 0.
         k: (batch, heads_kv, seqlen_k, head_dim), dtype and device of ``q``, any strides; ``heads`` must be a multiple
             of ``heads_kv``, and query head ``h`` reads key head ``h // (heads // heads_kv)``.
-        v: (batch, heads_kv, seqlen_k, head_dim), likewise. (A head dimension of its own is not supported yet.)
+        v: (batch, heads_kv, seqlen_k, head_dim_v), likewise, head_dim_v 1 to 256.
         causal: hide the keys after each query's own position. Default False.
         scale: factor on the scores, any finite number. Default ``1 / sqrt(head_dim)``.
-        window: ``(left, right)``, a sliding window. Not supported yet; only None.
-        softcap: smooth bound on the scores. Not supported yet; only None.
+        window: ``(left, right)``, each an int >= 0, or None for no bound on that side. Default None: no window.
+        softcap: bound the scores smoothly: ``softcap * tanh(score / softcap)``, after ``scale`` and before the mask.
+            A number > 0. Default None: scores as they are.
         return_lse: return the log-sum-exp too. Default False.
 
     Returns:
-        out, in the shape, dtype and dense memory layout of ``q``; with ``return_lse=True`` ``(out, lse)``, where lse
-        (batch, heads, seqlen_q) is fp32 and holds the natural log of the sum of exponentials of each row's visible
-        scores. Gradients of q, k and v flow through both. fp16 and bf16 accumulate in fp32; fp32 is multiplied in
-        full, never as TF32. Results are the same to the bit on every call.
+        out (batch, heads, seqlen_q, head_dim_v), in the dtype of ``q`` and with its order of dimensions in memory; with
+        ``return_lse=True`` ``(out, lse)``, where lse (batch, heads, seqlen_q) is fp32 and holds the natural log of the
+        sum of exponentials of each row's visible scores. Gradients of q, k and v flow through both.
+
+    What each dtype, device and platform gives:
+        fp16, bf16: products on the tensor cores, sums in fp32; probabilities are rounded before they meet v.
+        fp32: multiplied in full, never as TF32, on the ordinary cores: exact, and many times slower.
+        NVIDIA, compute capability 8.0 and newer: everything. 7.5 (T4): fp16, fp32, no tensor cores; bf16 raises.
+        CPU: Triton's interpreter, slow, where ``TRITON_INTERPRET=1`` was set before Triton came in; else it raises.
+        macOS, Windows: Triton does not exist there, so the call raises; ``attention_tiled`` works.
+        Results are the same to the bit on every call. NaN or infinity in a visible input shows in the output.
+        Under ``torch.autocast`` the inputs are cast to the autocast dtype. ``torch.compile``, ``torch.export``,
+        activation checkpointing, CUDA graphs and ``torch.func`` (``vmap``, ``grad``) work; forward-mode and second
+        derivatives raise.
 
     Raises:
         TypeError: an argument has the wrong type, or the dtype is none of the three.
-        ValueError: shapes, dtypes or devices do not go together, or head_dim is over 256.
-        NotImplementedError: ``window``, ``softcap`` or a head_dim of ``v`` of its own, for now; bf16 on a GPU without
-            it; and differentiating the gradient again.
-        RuntimeError: the tensors are on the CPU and Triton's interpreter was not switched on.
+        ValueError: shapes, dtypes or devices do not go together, a head_dim is over 256, or a number is out of range.
+        NotImplementedError: bf16 on a GPU without it; forward-mode derivatives.
+        RuntimeError: the tensors are on the CPU and Triton's interpreter was not switched on; second derivatives.
         ImportError: Triton is not installed.
 
     Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2. Chapters: 5 (forward), 6 (backward).
     """
-    scale = _check(q, k, v, causal, scale, window, softcap, return_lse)
-    _check_can_launch(q)
-    # A kernel reads memory, and knows nothing of the sign that PyTorch keeps beside it for views like z.conj().imag.
-    q, k, v = q.resolve_neg(), k.resolve_neg(), v.resolve_neg()
-    out, lse = _FlashAttention.apply(q, k, v, causal, scale)
+    q, k, v = _autocast(q, k, v)
+    _check_tensors({"q": q, "k": k, "v": v}, DENSE)
+    options = _check_options(q, causal, scale, window, softcap, return_lse)
+    out, lse = attention(q, k, v, None, None, None, *options)
     return (out, lse) if return_lse else out
 
 
-class _FlashAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, causal, scale):
-        from .forward import attn_forward  # here, so that `import flashattn` needs no Triton
+def flash_attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *,
+    causal=False, scale=None, window=None, softcap=None, return_lse=False, max_seqlen_q=None, max_seqlen_k=None,
+):  # fmt: skip
+    """Compute attention within each of many sequences of any lengths, packed one behind the other without padding.
 
-        with torch.cuda.device_of(q):
-            out, lse, lse_log2 = attn_forward(q, k, v, causal=causal, scale=scale)
-        ctx.save_for_backward(q, k, v, out, lse_log2)
-        ctx.causal, ctx.scale = causal, scale
-        ctx.set_materialize_grads(False)
-        return out, lse
+    Sequence ``i`` has the queries ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1] - 1`` and the keys
+    ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1] - 1``; either may be none. Masks apply within each sequence as in
+    :func:`flash_attention`. Tokens past the last offset belong to no sequence: their out and gradients are 0, their lse
+    ``-inf``, whatever they hold.
 
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, do, dlse):
-        from .backward import attn_backward
+    Args:
+        q: (total_q, heads, head_dim). Dtypes, devices, strides and head dimensions as for :func:`flash_attention`.
+        k: (total_k, heads_kv, head_dim).
+        v: (total_k, heads_kv, head_dim_v).
+        cu_seqlens_q, cu_seqlens_k: (n_sequences + 1,) int32 or int64, on the device of ``q``. They must begin with 0,
+            not decrease, and end at or below the total. That is a contract, not checked: that would wait for the GPU.
+        causal, scale, window, softcap, return_lse: as for :func:`flash_attention`.
+        max_seqlen_q, max_seqlen_k: an int or None. Other packages need them; here each program finds its sequence in
+            the offsets, so that they are not used and a wrong value does no harm.
 
-        if do is None and dlse is None:
-            return None, None, None, None, None
-        q, k, v, out, lse_log2 = ctx.saved_tensors
-        do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
-        dlse = None if dlse is None else dlse.resolve_neg()
-        with torch.cuda.device_of(q):
-            dq, dk, dv = attn_backward(q, k, v, out, lse_log2, do, dlse, causal=ctx.causal, scale=ctx.scale)
-        return dq, dk, dv, None, None
+    Returns:
+        out (total_q, heads, head_dim_v); with ``return_lse=True`` ``(out, lse)``, lse (heads, total_q), fp32.
+
+    Raises:
+        As :func:`flash_attention`.
+
+    Source: Dao 2023 (FlashAttention-2), algorithms 1 and 2. Chapters: 5 (forward), 6 (backward).
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors({"q": q, "k": k, "v": v}, PACKED)
+    cu_seqlens_q, cu_seqlens_k = _check_offsets(q, cu_seqlens_q, cu_seqlens_k)
+    for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
+            raise TypeError(f"`{name}` must be an int or None, got {x!r}")
+    options = _check_options(q, causal, scale, window, softcap, return_lse)
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    out, lse = attention(q, k, v, None, cu_seqlens_q, cu_seqlens_k, *options)
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, lse.squeeze(0)) if return_lse else out
 
 
-def _check(q, k, v, causal, scale, window, softcap, return_lse):
-    """Raise for any argument that does not fit; return the scale as a float."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False
+):
+    """Stand in for ``torch.nn.functional.scaled_dot_product_attention``: same signature, same results, these kernels.
+
+    ``is_causal`` is aligned top-left here, as in PyTorch: query ``i`` sees the keys up to ``i`` whatever the lengths
+    are. (:func:`flash_attention` aligns bottom-right: with a cache of keys that is what a model means.)
+
+    Supported: inputs of 2 to any number of dimensions, ``(..., heads, seqlen, head_dim)``, whose leading dimensions
+    broadcast; ``value`` with a head dimension of its own; no rows, no keys or no batch; ``attn_mask`` boolean (True for
+    visible) or additive, broadcast over batch and heads and read where it lies; ``is_causal``; ``scale``;
+    ``enable_gqa``; a row that sees no key gives 0.
+
+    Args:
+        query: (..., heads, seqlen_q, head_dim), fp16, bf16 or fp32.
+        key: (..., heads_kv, seqlen_k, head_dim).
+        value: (..., heads_kv, seqlen_k, head_dim_v).
+        attn_mask: broadcasts to (..., heads, seqlen_q, seqlen_k); bool, fp16, bf16 or fp32. Added to the scores in
+            fp32.
+        dropout_p: only 0.
+        is_causal: only without attn_mask.
+        scale: factor on the scores. Default ``1 / sqrt(head_dim)``.
+        enable_gqa: let heads be a multiple of heads_kv.
+
+    Returns:
+        (..., heads, seqlen_q, head_dim_v), in the dtype of ``query``.
+
+    Raises:
+        NotImplementedError: ``dropout_p`` over 0, or an attn_mask that requires grad: use PyTorch's own.
+        TypeError, ValueError, RuntimeError, ImportError: as :func:`flash_attention`.
+
+    Source: the documentation of ``torch.nn.functional.scaled_dot_product_attention``. Chapter: 5.
+    """
+    query, key, value = _autocast(query, key, value)
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"`{name}` must be 4-D, (batch, heads, seqlen, head_dim), got shape {tuple(x.shape)}")
+        if x.dim() < (3 if enable_gqa else 2):
+            raise ValueError(f"`{name}` must be at least {'3' if enable_gqa else '2'}-D, got shape {tuple(x.shape)}")
+    for name, flag in (("is_causal", is_causal), ("enable_gqa", enable_gqa)):
+        if not isinstance(flag, bool):
+            raise TypeError(f"`{name}` must be True or False, got {flag!r}")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)) or not 0 <= dropout_p <= 1:
+        raise ValueError(f"`dropout_p` must be a number from 0 to 1, got {dropout_p!r}")
+    if dropout_p > 0:
+        raise NotImplementedError(
+            f"`dropout_p` must be 0, got {dropout_p}: for dropout use torch.nn.functional.scaled_dot_product_attention"
+        )
+
+    # One batch dimension and one of heads; without enable_gqa heads broadcast as the batch does.
+    n_kept = 3 if enable_gqa else 2
+    try:
+        leading = torch.broadcast_shapes(*(x.shape[:-n_kept] for x in named.values()))
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
+        raise ValueError(
+            f"`query`, `key` and `value` must broadcast in their leading dimensions, got {shapes}"
+        ) from None
+    named = {name: x.expand(*leading, *x.shape[-n_kept:]) for name, x in named.items()}
+    leading = named["query"].shape[:-2]
+    if 0 in leading:  # nothing to compute; matmul gives the shape, and gradients theirs
+        return (named["query"] @ named["key"].mT) @ named["value"]
+    named = {name: _as_4d(x) for name, x in named.items()}
+    _check_tensors(named, DENSE)
+    query, key, value = named.values()
+    seqlen_q, seqlen_k = query.shape[2], key.shape[2]
+    bias = _check_attn_mask(attn_mask, is_causal, (*leading, seqlen_q, seqlen_k), query.device)
+    scale = _check_scale(scale, query.shape[3])
+    # The kernels align the last query with the last key; this right edge aligns the first with the first.
+    window_right = seqlen_q - seqlen_k if is_causal else None
+    out, _ = attention(query, key, value, bias, None, None, scale, None, None, window_right)
+    return out.reshape(*leading, *out.shape[2:])
+
+
+def _as_4d(x):
+    """Give x exactly two leading dimensions: of more, the first ones are flattened into one batch."""
+    return x[(None,) * (4 - x.dim())] if x.dim() <= 4 else x.flatten(0, x.dim() - 4)
+
+
+def _check_attn_mask(attn_mask, is_causal, shape, device):
+    """Return the mask broadcast to (batch, heads, seqlen_q, seqlen_k), or None."""
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, torch.Tensor):
+        raise TypeError(f"`attn_mask` must be a torch.Tensor or None, got {type(attn_mask).__name__}")
+    if is_causal:
+        raise ValueError("`attn_mask` must be None with is_causal=True, got a tensor")
+    if attn_mask.dtype != torch.bool and attn_mask.dtype not in SUPPORTED_DTYPES:
+        raise TypeError(f"`attn_mask` must be bool, float16, bfloat16 or float32, got {_dtype_name(attn_mask)}")
+    if attn_mask.device != device:
+        raise ValueError(f"`attn_mask` must be on {device} like `query`, got {attn_mask.device}")
+    if attn_mask.requires_grad:
+        raise NotImplementedError(
+            "`attn_mask` must not require grad: for a learned bias use FlexAttention or "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    try:
+        attn_mask = attn_mask.expand(shape)
+    except RuntimeError:
+        raise ValueError(f"`attn_mask` must broadcast to {tuple(shape)}, got {tuple(attn_mask.shape)}") from None
+    return _as_4d(attn_mask)
+
+
+def _autocast(*tensors):
+    """Cast to the autocast dtype, as PyTorch's own attention does, where autocast is on."""
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if getattr(x, "dtype", None) in SUPPORTED_DTYPES else x for x in tensors)
+
+
+def _check_tensors(named, layout):
+    """Raise unless q, k and v, under the names the caller knows them by, go together."""
+    (q_name, q), (k_name, k), (v_name, v) = named.items()
+    n_dims = layout.count(",") + 1
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != n_dims:
+            raise ValueError(f"`{name}` must be {n_dims}-D, {layout}, got shape {tuple(x.shape)}")
         if x.dtype not in SUPPORTED_DTYPES:
             raise TypeError(f"`{name}` must be float16, bfloat16 or float32, got {_dtype_name(x)}")
         if x.layout != torch.strided:
             raise TypeError(f"`{name}` must be a dense (strided) tensor, got layout {x.layout}")
-    for name, x in (("k", k), ("v", v)):
+    for name, x in ((k_name, k), (v_name, v)):
         if x.dtype != q.dtype:
-            raise ValueError(f"`{name}` must have dtype {_dtype_name(q)} like `q`, got {_dtype_name(x)}")
+            raise ValueError(f"`{name}` must have dtype {_dtype_name(q)} like `{q_name}`, got {_dtype_name(x)}")
         if x.device != q.device:
-            raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
-        if x.shape[0] != q.shape[0]:
-            raise ValueError(f"`{name}` must have batch {q.shape[0]} like `q`, got {x.shape[0]}")
-    batch, heads, _, head_dim = q.shape
-    heads_kv = k.shape[1]
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"`q` must have head_dim 1 to {MAX_HEAD_DIM}, got {head_dim}")
-    if k.shape[3] != head_dim:
-        raise ValueError(f"`k` must have head_dim {head_dim} like `q`, got {k.shape[3]}")
-    if v.shape[1] != heads_kv:
-        raise ValueError(f"`v` must have {heads_kv} heads like `k`, got {v.shape[1]}")
-    if v.shape[2] != k.shape[2]:
-        raise ValueError(f"`v` must have seqlen {k.shape[2]} like `k`, got {v.shape[2]}")
+            raise ValueError(f"`{name}` must be on {q.device} like `{q_name}`, got {x.device}")
+        if n_dims == 4 and x.shape[0] != q.shape[0]:
+            raise ValueError(f"`{name}` must have batch {q.shape[0]} like `{q_name}`, got {x.shape[0]}")
+    head_axis, row_axis = (1, 2) if n_dims == 4 else (1, 0)
+    head_dim, heads, heads_kv = q.shape[-1], q.shape[head_axis], k.shape[head_axis]
+    for name, x in ((q_name, q), (v_name, v)):
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(f"`{name}` must have head_dim 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}")
+    if k.shape[-1] != head_dim:
+        raise ValueError(f"`{k_name}` must have head_dim {head_dim} like `{q_name}`, got {k.shape[-1]}")
+    if v.shape[head_axis] != heads_kv:
+        raise ValueError(f"`{v_name}` must have {heads_kv} heads like `{k_name}`, got {v.shape[head_axis]}")
+    if v.shape[row_axis] != k.shape[row_axis]:
+        raise ValueError(f"`{v_name}` must have seqlen {k.shape[row_axis]} like `{k_name}`, got {v.shape[row_axis]}")
     if heads == 0 or heads_kv == 0 or heads % heads_kv:
         raise ValueError(
-            f"`q` must have a number of heads that is a multiple of the {heads_kv} heads of `k`, got {heads} "
-            "(the layout is (batch, heads, seqlen, head_dim))"
+            f"`{q_name}` must have a number of heads that is a multiple of the {heads_kv} heads of `{k_name}`, "
+            f"got {heads} (the layout is {layout})"
         )
-    if v.shape[3] != head_dim:
-        raise NotImplementedError(f"`v` must have head_dim {head_dim} like `q` for now, got {v.shape[3]}")
+    for name, x in ((q_name, q), (k_name, k)):
+        if x.shape[row_axis] > MAX_ROWS:
+            raise ValueError(f"`{name}` must have at most 2**30 rows a head, got {x.shape[row_axis]}")
+
+
+def _check_offsets(q, *offsets):
+    """Raise unless both cu_seqlens have the right type and size; what they contain is a contract."""
+    for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"`{name}` must be int32 or int64, got {_dtype_name(x)}")
+        if x.dim() != 1 or len(x) == 0:
+            raise ValueError(f"`{name}` must be 1-D, (n_sequences + 1,), got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
+    if len(offsets[0]) != len(offsets[1]):
+        raise ValueError(
+            f"`cu_seqlens_k` must have length {len(offsets[0])} like `cu_seqlens_q`, got {len(offsets[1])}"
+        )
+    return [x.contiguous() for x in offsets]
+
+
+def _check_options(q, causal, scale, window, softcap, return_lse):
+    """Return (scale, softcap, window_left, window_right) as the kernels take them."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-    _check_window(window)
+    scale = _check_scale(scale, q.shape[-1])
     if softcap is not None:
-        raise NotImplementedError(f"`softcap` must be None for now, got {softcap!r}")
-    return _check_scale(scale, head_dim)
+        if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+            raise TypeError(f"`softcap` must be a number or None, got {type(softcap).__name__}")
+        if not (0 < softcap < 2.0**127 and abs(scale) / softcap < 2.0**127):
+            raise ValueError(f"`softcap` must be a positive fp32 number (and scale / softcap another), got {softcap}")
+        softcap = float(softcap)
+    left, right = _check_window(window)
+    if causal:
+        right = 0  # a window's right side is at least 0
+    return scale, softcap, left, right
 
 
 def _check_scale(scale, head_dim):
@@ -144,37 +319,13 @@ def _check_scale(scale, head_dim):
 
 def _check_window(window):
     if window is None:
-        return
+        return None, None
     sides_ok = isinstance(window, (tuple, list)) and len(window) == 2
     if not sides_ok or not all(x is None or (isinstance(x, int) and not isinstance(x, bool)) for x in window):
         raise TypeError(f"`window` must be None or (left, right), each an int or None, got {window!r}")
-    raise NotImplementedError(f"`window` must be None for now, got {window!r}")
-
-
-def _check_can_launch(q):
-    """Raise unless a kernel can run on the device of q: a GPU, or the CPU under Triton's interpreter."""
-    if importlib.util.find_spec("triton") is None:
-        raise ImportError(
-            "flash_attention needs Triton, which is not installed (it exists for Linux; on macOS and Windows use "
-            "flashattn.attention_tiled or flashattn.attention_reference). On Linux: pip install triton"
-        )
-    if q.is_cuda:
-        if q.dtype == torch.bfloat16 and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
-            raise NotImplementedError(
-                f"`q` must be float16 or float32 on this GPU, which has no bfloat16, got {_dtype_name(q)}"
-            )
-        return
-    if q.device.type != "cpu":
-        raise ValueError(f"`q` must be on a CUDA device, or on the CPU under Triton's interpreter, got {q.device}")
-    from .primitives import INTERPRETED
-
-    if not INTERPRETED.value:
-        hint = " (it is set now, but Triton was imported before)" if os.environ.get("TRITON_INTERPRET") == "1" else ""
-        raise RuntimeError(
-            "`q` must be on a CUDA device, got cpu. To run the kernels on the CPU, slowly, in Triton's interpreter, "
-            f"set TRITON_INTERPRET=1 in the environment before Triton is first imported{hint}; importing "
-            "flashattn.notebook first does that where there is no GPU"
-        )
+    if any(x is not None and x < 0 for x in window):
+        raise ValueError(f"`window` must have sides of 0 or more, and None (not -1) for no bound, got {window!r}")
+    return tuple(None if x is None else min(x, MAX_ROWS) for x in window)
 
 
 def _dtype_name(x):

@@ -13,40 +13,63 @@ import torch
 class Target(NamedTuple):
     """What the choice of blocks needs to know about a GPU.
 
-    arch: compute capability as an integer, 90 for 9.0. shared_bytes: shared memory one block may use.
+    matrix_units: "none"; "mma" (operands in registers: compute capability 8.x, 12.x), "wgmma" (operands in shared
+    memory: 9.0), "tcgen05" (accumulators in a memory of their own: 10.x, 11.x) or "mfma" (AMD).
+    shared_bytes: shared memory that one block may use. registers: 32-bit registers that one block may use.
     """
 
-    arch: int
+    name: str
+    matrix_units: str
     shared_bytes: int
+    registers: int = 65536
 
 
 class BlockConfig(NamedTuple):
-    """A launch: block_m queries by block_n keys, head_dim padded to block_d, and how the compiler schedules it."""
+    """A launch: block_m queries by block_n keys, head dimensions padded to block_d and block_dv, and its schedule."""
 
     block_m: int
     block_n: int
     block_d: int
+    block_dv: int
     num_warps: int
     num_stages: int
 
 
-# Shared memory per block after opt-in, in bytes. CUDA C++ Programming Guide, "Technical Specifications per Compute
-# Capability".
-SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
-
-
-INTERPRETER = Target(arch=0, shared_bytes=0)
+# CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", after opt-in; CDNA 3 ISA reference
+# guide. Triton 3.3 and newer does not use the tensor cores of 7.5.
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_75", "none", 65536),
+        Target("sm_80", "mma", 166912),
+        Target("sm_86", "mma", 101376),
+        Target("sm_89", "mma", 101376),
+        Target("sm_90", "wgmma", 232448),
+        Target("sm_100", "tcgen05", 232448),
+        Target("sm_120", "mma", 101376),
+        Target("gfx942", "mfma", 65536, 131072),
+    )
+}
+INTERPRETER = Target("interpreter", "none", 0, 0)
 
 
 @functools.lru_cache
-def _target_of_cuda(index):
+def _target_of_gpu(index):
     properties = torch.cuda.get_device_properties(index)
-    return Target(properties.major * 10 + properties.minor, properties.shared_memory_per_block_optin)
+    if torch.version.hip:
+        name = properties.gcnArchName.split(":")[0]
+        return TARGETS.get(name, Target(name, "none", properties.shared_memory_per_block))
+    major = properties.major
+    units = "none" if major < 8 else {9: "wgmma", 10: "tcgen05", 11: "tcgen05"}.get(major, "mma")
+    name = f"sm_{major}{properties.minor}"
+    if name in TARGETS and not hasattr(properties, "shared_memory_per_block_optin"):
+        return TARGETS[name]  # torch 2.6 does not say how much shared memory a block may use
+    return Target(name, units, properties.shared_memory_per_block_optin)
 
 
 def target_of(device):
     """Return the Target of a torch device; the CPU stands for the interpreter."""
-    return _target_of_cuda(device.index) if device.type == "cuda" else INTERPRETER
+    return _target_of_gpu(device.index) if device.type == "cuda" else INTERPRETER
 
 
 # (direction, padded head_dim) -> (block_m, block_n, num_warps, num_stages), smallest padded head_dim first. Each was
@@ -54,8 +77,8 @@ def target_of(device):
 # compute capability 8.0 on, spills no registers.
 HOPPER = {
     ("forward", 64): (64, 64, 4, 3), ("forward", 128): (64, 64, 4, 3), ("forward", 256): (64, 64, 8, 2),
-    ("dkdv", 64): (32, 64, 4, 2), ("dkdv", 128): (32, 128, 8, 2), ("dkdv", 256): (32, 32, 8, 2),
-    ("dq", 64): (64, 64, 4, 3), ("dq", 128): (128, 64, 8, 3), ("dq", 256): (64, 64, 8, 2),
+    ("dkdv", 64): (32, 64, 4, 2), ("dkdv", 128): (16, 128, 8, 3), ("dkdv", 256): (32, 32, 8, 1),
+    ("dq", 64): (64, 64, 4, 3), ("dq", 128): (128, 64, 8, 3), ("dq", 256): (64, 32, 8, 2),
 }  # fmt: skip
 # Without a causal mask larger blocks or deeper pipelines are faster.
 HOPPER_FULL = HOPPER | {
@@ -65,21 +88,24 @@ HOPPER_FULL = HOPPER | {
 # Everything else with tensor cores, down to 99 KiB of shared memory (8.6, 8.9, 12.0).
 PORTABLE = {
     ("forward", 64): (64, 64, 4, 2), ("forward", 128): (64, 64, 8, 2), ("forward", 256): (32, 32, 8, 2),
-    ("dkdv", 64): (32, 64, 8, 2), ("dkdv", 128): (32, 64, 8, 2), ("dkdv", 256): (16, 32, 8, 2),
+    ("dkdv", 64): (32, 32, 4, 2), ("dkdv", 128): (16, 64, 8, 2), ("dkdv", 256): (16, 32, 8, 1),
     ("dq", 64): (64, 64, 4, 2), ("dq", 128): (64, 64, 8, 2), ("dq", 256): (32, 32, 8, 2),
 }  # fmt: skip
 # Compute capability 10.x compiles these two otherwise: with the blocks above they spill.
 BLACKWELL = PORTABLE | {("forward", 256): (64, 64, 8, 2), ("dkdv", 128): (32, 32, 8, 2)}
 # fp32 products, and everything on compute capability 7.5, run on the ordinary cores: operands fill the registers.
-NO_TENSOR_CORES = {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}
+SMALL = {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}
+
+# The shared memory that the tables for matrix units were tried with. A device with less gets the small blocks.
+TRIED_WITH = {"mma": 101376, "wgmma": 232448, "tcgen05": 232448, "mfma": 65536}
 
 
-def block_config(direction, head_dim, dtype, target, *, causal):
+def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
     """Choose the launch of one kernel.
 
     Args:
         direction: "forward", "delta", "dkdv" or "dq".
-        head_dim: 1 to 256; tiles are padded to the next power of two, at least 16.
+        head_dim, head_dim_v: 1 to 256; tiles are padded to the next power of two, at least 16.
         dtype: torch.float16, torch.bfloat16 or torch.float32.
         target: a :class:`Target`.
         causal: whether the kernel skips keys after the diagonal.
@@ -87,17 +113,18 @@ def block_config(direction, head_dim, dtype, target, *, causal):
     Returns:
         A :class:`BlockConfig`.
     """
-    block_d = max(16, 1 << (head_dim - 1).bit_length())
-    width = max(64, block_d)
+    block_d, block_dv = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
+    width = max(64, block_d, block_dv)
+    on_matrix_units = dtype != torch.float32 and target.matrix_units != "none"
     if target == INTERPRETER:
         choice = (64, 64, 4, 1)
     elif direction == "delta":
-        choice = (64 if dtype != torch.float32 and target.arch >= 80 else 16, 0, 4, 1)
-    elif dtype == torch.float32 or target.arch < 80:
-        choice = NO_TENSOR_CORES[width]
-    elif target.arch == 90:
+        choice = (64 if on_matrix_units else 16, 0, 4, 1)
+    elif not on_matrix_units or target.shared_bytes < TRIED_WITH[target.matrix_units]:
+        choice = SMALL[width]
+    elif target.matrix_units == "wgmma":
         choice = (HOPPER if causal else HOPPER_FULL)[direction, width]
     else:
-        choice = (BLACKWELL if target.arch // 10 == 10 else PORTABLE)[direction, width]
+        choice = (BLACKWELL if target.matrix_units == "tcgen05" else PORTABLE)[direction, width]
     block_m, block_n, num_warps, num_stages = choice
-    return BlockConfig(block_m, block_n, block_d, num_warps, num_stages)
+    return BlockConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages)

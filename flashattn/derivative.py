@@ -8,20 +8,28 @@ import functools
 
 import torch
 
+REFUSAL = (
+    "the gradient of flash_attention and attention_tiled cannot be differentiated again: use "
+    "flashattn.attention_reference where second derivatives are needed"
+)
+
 
 class _Barrier(torch.autograd.Function):
     """Pass the first n_results tensors on; refuse to differentiate them with respect to any of the tensors given."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, n_results, *tensors):
+    def forward(n_results, *tensors):
         return tuple(x.view_as(x) for x in tensors[:n_results])
 
     @staticmethod
+    def setup_context(ctx, inputs, output):  # apart from forward: so torch.func wants it
+        pass
+
+    @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError(
-            "the gradient of flash_attention and attention_tiled cannot be differentiated again: use "
-            "flashattn.attention_reference where second derivatives are needed"
-        )
+        raise RuntimeError(REFUSAL)
 
 
 def first_derivative_only(backward):

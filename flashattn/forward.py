@@ -1,126 +1,149 @@
 """The forward kernel and its launcher. Chapter 5 builds the kernel up step by step."""
 
-import torch
 import triton
 import triton.language as tl
 
 from .configs import block_config, target_of
 from .primitives import (
-    LOG2E,
+    NO_STRIDES,
+    SIZES,
+    add_bias,
     dot,
-    key_loop_bounds,
+    grid_blocks,
     load_tile,
+    locate_block,
+    loop_bounds,
+    masked_or_full,
     natural_log,
     online_softmax_update,
     round_to,
     row_has_key,
+    score_factors,
     score_mask,
+    scores_from,
+    sequence_rows,
     store_tile,
 )
 
 
 @triton.jit
 def _attn_fwd_inner(
-    acc, m_i, l_i, q, k_ptr, v_ptr, lo, hi, offs_m, offs_d,
-    stride_kn, stride_kd, stride_vn, stride_vd, seqlen_k, shift, scale_log2,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, m_i, l_i, q, k_ptr, v_ptr, bias_ptr, bounds, offs_m, offs_d, offs_dv,
+    stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
+    seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Take the keys lo..hi-1 into (acc, m_i, l_i). With MASK=False the caller vouches that all of them are visible.
+    """Take into (acc, m_i, l_i) the keys within bounds that all rows see, or with MASK=True the others.
 
     Invariant, over the keys seen so far: m_i = max s, l_i = sum 2^(s - m_i), acc = sum 2^(s - m_i) v.
     """
+    lo, hi, hole, skip = masked_or_full(*bounds, MASK)
     for start_n in tl.range(lo, hi, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
+        offs_n = tl.where(start_n < hole, start_n, start_n + skip) + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
-        s_log2 = dot(q, tl.trans(k)) * scale_log2  # (BLOCK_M, BLOCK_N)
+        s_log2, _ = scores_from(dot(q, tl.trans(k)), score_scale, cap_log2)  # (BLOCK_M, BLOCK_N)
+        if bias_ptr is not None:
+            s_log2 = add_bias(
+                s_log2, bias_ptr, offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n, seqlen_q, seqlen_k
+            )
         if MASK:
-            visible = score_mask(offs_m[:, None], offs_n[None, :], seqlen_k, shift, IS_CAUSAL)
+            shift = seqlen_k - seqlen_q
+            visible = score_mask(offs_m[:, None], offs_n[None, :], seqlen_k, shift, window_left, window_right)
             s_log2 = tl.where(visible, s_log2, float("-inf"))
         p, alpha, m_i, l_i = online_softmax_update(s_log2, m_i, l_i)
-        v = load_tile(v_ptr, offs_n, offs_d, stride_vn, stride_vd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
         acc = dot(round_to(p, v.dtype), v, acc * alpha[:, None])
     return acc, m_i, l_i
 
 
-@triton.jit(do_not_specialize=["seqlen_q", "seqlen_k"])
+@triton.jit(do_not_specialize=SIZES)
 def _attn_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lse_log2_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, lse_log2_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
     stride_ob, stride_oh, stride_om, stride_od,
-    n_heads, n_heads_kv, seqlen_q, seqlen_k, scale_log2,
-    HEAD_DIM: tl.constexpr, IS_CAUSAL: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    n_heads, group, n_sequences, seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Compute BLOCK_M rows of the output and their log-sum-exp for one batch entry and one head.
+    """Compute BLOCK_M rows of the output and their log-sum-exp for one sequence and one head.
 
-    Grid: (batch * n_heads * ceil(seqlen_q / BLOCK_M),), the blocks of one head next to each other.
+    Grid: (batch * n_heads * ceil(seqlen_q / BLOCK_M),), or as ``locate_block`` says for packed sequences.
     Reads its rows of q once and every visible key and value once; writes its rows of out, of lse, and of lse in base 2,
     which is what the backward pass needs: converted back and forth, a score would not be what it was.
+    bias_ptr, the cu_seqlens, the window's sides and cap_log2 are None where a call has none; no code is left of them.
     Source: Dao 2023 (FlashAttention-2), algorithm 1.
     """
-    # Which rows of which head. The last rows come first: under a causal mask they are the longest.
-    n_blocks_m = tl.cdiv(seqlen_q, BLOCK_M)
-    pid = tl.program_id(0)
-    batch_head = pid // n_blocks_m
-    start_m = (n_blocks_m - 1 - pid % n_blocks_m) * BLOCK_M
-    batch = (batch_head // n_heads).to(tl.int64)
-    head = (batch_head % n_heads).to(tl.int64)
-    head_kv = head // (n_heads // n_heads_kv)
-    q_ptr += batch * stride_qb + head * stride_qh
-    k_ptr += batch * stride_kb + head_kv * stride_kh
-    v_ptr += batch * stride_vb + head_kv * stride_vh
-    out_ptr += batch * stride_ob + head * stride_oh
-    lse_ptr += batch_head.to(tl.int64) * seqlen_q
-    lse_log2_ptr += batch_head.to(tl.int64) * seqlen_q
+    # Which rows of which head.
+    batch, head, sequence, row_q, length_q, start_m = locate_block(
+        cu_seqlens_q_ptr, n_sequences, seqlen_q, n_heads, BLOCK_M, LAST_FIRST=True
+    )
+    row_k, length_k = sequence_rows(cu_seqlens_k_ptr, sequence, n_sequences, seqlen_k)
+    q_ptr += batch * stride_qb + head * stride_qh + row_q * stride_qm
+    k_ptr += batch * stride_kb + head // group * stride_kh + row_k * stride_kn
+    v_ptr += batch * stride_vb + head // group * stride_vh + row_k * stride_vn
+    out_ptr += batch * stride_ob + head * stride_oh + row_q * stride_om
+    lse_ptr += (batch * n_heads + head) * seqlen_q + row_q
+    lse_log2_ptr += (batch * n_heads + head) * seqlen_q + row_q
+    if bias_ptr is not None:
+        bias_ptr += batch * stride_bias_b + head * stride_bias_h
 
     offs_m = start_m + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)
-    shift = seqlen_k - seqlen_q
+    offs_dv = tl.arange(0, BLOCK_DV)
+    shift = length_k - length_q
 
-    q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q, HEAD_DIM, True)  # (BLOCK_M, BLOCK_D)
+    q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, length_q, HEAD_DIM, True)  # (BLOCK_M, BLOCK_D)
     m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
-    full_end, end = key_loop_bounds(start_m, seqlen_k, shift, IS_CAUSAL, BLOCK_M, BLOCK_N)
-    acc, m_i, l_i = _attn_fwd_inner(
-        acc, m_i, l_i, q, k_ptr, v_ptr, 0, full_end, offs_m, offs_d,
-        stride_kn, stride_kd, stride_vn, stride_vd, seqlen_k, shift, scale_log2,
-        HEAD_DIM, IS_CAUSAL, False, BLOCK_N,
-    )  # fmt: skip
-    acc, m_i, l_i = _attn_fwd_inner(
-        acc, m_i, l_i, q, k_ptr, v_ptr, full_end, end, offs_m, offs_d,
-        stride_kn, stride_kd, stride_vn, stride_vd, seqlen_k, shift, scale_log2,
-        HEAD_DIM, IS_CAUSAL, True, BLOCK_N,
-    )  # fmt: skip
+    bounds = loop_bounds(start_m, length_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
+    for MASK in tl.static_range(2):
+        acc, m_i, l_i = _attn_fwd_inner(
+            acc, m_i, l_i, q, k_ptr, v_ptr, bias_ptr, bounds, offs_m, offs_d, offs_dv,
+            stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
+            length_q, length_k, window_left, window_right, score_scale, cap_log2,
+            HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_N,
+        )  # fmt: skip
 
     # A row without keys has l_i = 0 and acc = 0: dividing by 1 instead gives out = 0 and lse = -inf.
-    l_i = tl.where(row_has_key(offs_m, seqlen_k, shift, IS_CAUSAL), l_i, 1.0)
-    store_tile(out_ptr, acc / l_i[:, None], offs_m, offs_d, stride_om, stride_od, seqlen_q, HEAD_DIM)
+    has_key = row_has_key(offs_m, length_k, shift, window_left, window_right)
+    if bias_ptr is not None:
+        has_key = has_key & (m_i != float("-inf"))
+    l_i = tl.where(has_key, l_i, 1.0)
+    store_tile(out_ptr, acc / l_i[:, None], offs_m, offs_dv, stride_om, stride_od, length_q, HEAD_DIM_V)
     lse_log2 = m_i + tl.log2(l_i)
-    tl.store(lse_ptr + offs_m, natural_log(lse_log2), mask=offs_m < seqlen_q)
-    tl.store(lse_log2_ptr + offs_m, lse_log2, mask=offs_m < seqlen_q)
+    lse = natural_log(lse_log2)
+    if bias_ptr is not None:
+        # No caller sees this lse. What lse_log2 lost in rounding takes its place: all of log2(l_i) where m_i is -1e38.
+        lse = tl.where(has_key, tl.log2(l_i) - (lse_log2 - m_i), 0.0)
+    tl.store(lse_ptr + offs_m, lse, mask=offs_m < length_q)
+    tl.store(lse_log2_ptr + offs_m, lse_log2, mask=offs_m < length_q)
 
 
-def attn_forward(q, k, v, *, causal, scale):
-    """Launch the forward kernel on checked inputs and return (out, lse, lse_log2); see ``flash_attention``."""
+def attn_forward(
+    q, k, v, bias, out, lse, lse_log2, cu_seqlens_q, cu_seqlens_k, *, scale, softcap, window_left, window_right
+):
+    """Launch the forward kernel on checked inputs; it writes out, lse and lse_log2. See ``flash_attention``.
+
+    bias is None or (batch, n_heads, seqlen_q, seqlen_k): added to the scores, or, as uint8, 0 where hidden. With it lse
+    is what lse_log2 lost in rounding. The cu_seqlens are None, or the offsets of sequences packed into a batch of 1.
+    """
     batch, n_heads, seqlen_q, head_dim = q.shape
-    n_heads_kv, seqlen_k = k.shape[1], k.shape[2]
-    out = torch.empty_like(q)
-    lse = torch.empty(batch, n_heads, seqlen_q, dtype=torch.float32, device=q.device)
-    lse_log2 = torch.empty_like(lse)
-    cfg = block_config("forward", head_dim, q.dtype, target_of(q.device), causal=causal)
-    grid = (batch * n_heads * triton.cdiv(seqlen_q, cfg.block_m),)
-    if grid[0] == 0:
-        return out, lse, lse_log2
-    _attn_fwd_kernel[grid](
-        q, k, v, out, lse, lse_log2,
-        *q.stride(), *k.stride(), *v.stride(), *out.stride(),
-        n_heads, n_heads_kv, seqlen_q, seqlen_k, scale * LOG2E.value,
-        HEAD_DIM=head_dim, IS_CAUSAL=causal,
-        BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d,
+    n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
+    causal = window_right is not None
+    cfg = block_config("forward", head_dim, head_dim_v, q.dtype, target_of(q.device), causal=causal)
+    n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    if out.numel() == 0:
+        return
+    _attn_fwd_kernel[(grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),)](
+        q, k, v, bias, out, lse, lse_log2, cu_seqlens_q, cu_seqlens_k,
+        *q.stride(), *k.stride(), *v.stride(), *(bias.stride() if bias is not None else NO_STRIDES), *out.stride(),
+        n_heads, n_heads // n_heads_kv, n_sequences, seqlen_q, seqlen_k, window_left, window_right,
+        *score_factors(scale, softcap), HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
+        BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d, BLOCK_DV=cfg.block_dv,
         num_warps=cfg.num_warps, num_stages=cfg.num_stages,
     )  # fmt: skip
-    return out, lse, lse_log2

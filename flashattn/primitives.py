@@ -12,6 +12,10 @@ LN2_LOW = tl.constexpr(LN2.value - 0.693147182464599609375)  # what LN2 loses wh
 # The interpreter multiplies the bit patterns of bf16 operands (Triton 3.7 to 3.9) and truncates fp32 to bf16 where a
 # GPU rounds: dot() and round_to() make up for that there.
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
+# Numbers that differ from call to call: a kernel compiled for one serves all. Strides are not among them: that the last
+# one is 1, and that the others are multiples of 16, is what lets a tile be read in wide pieces.
+SIZES = ["n_heads", "group", "n_sequences", "seqlen_q", "seqlen_k", "window_left", "window_right"]
+NO_STRIDES = (0, 0, 0, 0)
 
 
 @triton.jit
@@ -19,7 +23,7 @@ def round_to(x, DTYPE: tl.constexpr):
     """Round fp32 numbers to the nearest ones of DTYPE, ties to even."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
     return x.to(DTYPE)
 
 
@@ -81,35 +85,183 @@ def natural_log(x_log2):
 
 
 @triton.jit
-def score_mask(offs_m, offs_n, seqlen_k, shift, IS_CAUSAL: tl.constexpr):
-    """Return whether query offs_m sees key offs_n (``visible_keys`` in reference.py); the two broadcast to a tile."""
+def sequence_rows(cu_seqlens_ptr, sequence, n_sequences, seqlen):
+    """Return (first row, number of rows) of a sequence; cu_seqlens_ptr is None where every sequence has seqlen rows.
+
+    Packed sequences lie behind each other, sequence i from row cu_seqlens[i] on. Number n_sequences, one past the last,
+    has no rows.
+    """
+    offset = 0
+    length = seqlen
+    if cu_seqlens_ptr is not None:
+        offset = tl.load(cu_seqlens_ptr + sequence).to(tl.int64)
+        end = tl.load(cu_seqlens_ptr + sequence + 1, mask=sequence < n_sequences, other=0).to(tl.int64)
+        length = tl.maximum(end - offset, 0).to(tl.int32)
+    return offset, length
+
+
+@triton.jit
+def locate_block(cu_seqlens_ptr, n_sequences, seqlen, n_heads, BLOCK: tl.constexpr, LAST_FIRST: tl.constexpr):
+    """Say which rows this program owns: (batch, head, sequence, its first row, its number of rows, start of the block).
+
+    Grid: ``grid_blocks`` in this file. The blocks of one head lie next to each other, the last first with LAST_FIRST:
+    under a causal mask the last queries have most to do, and what is long should not start late.
+
+    Packed sequences have no length that the host knows. Sequence i gets the programs from cu_seqlens[i] // BLOCK + i
+    on, which are enough and at most one too many; halving finds the last i whose programs begin at or before this one.
+    What stands behind the last sequence counts as one more sequence, without a partner, as does a program too many.
+    """
+    pid = tl.program_id(0)
+    if cu_seqlens_ptr is None:
+        n_blocks = tl.cdiv(seqlen, BLOCK)
+        block = pid % n_blocks
+        batch = (pid // n_blocks // n_heads).to(tl.int64)
+        head = (pid // n_blocks % n_heads).to(tl.int64)
+        sequence = batch
+        offset = 0
+        length = seqlen
+    else:
+        n_programs = seqlen // BLOCK + n_sequences + 1
+        batch = 0
+        head = (pid // n_programs).to(tl.int64)
+        slot = pid % n_programs
+        sequence = 0
+        above = n_sequences + 1
+        while above - sequence > 1:
+            middle = (sequence + above) // 2
+            is_above = (tl.load(cu_seqlens_ptr + middle) // BLOCK).to(tl.int32) + middle > slot
+            above = tl.where(is_above, middle, above)
+            sequence = tl.where(is_above, sequence, middle)
+        offset, length = sequence_rows(cu_seqlens_ptr, sequence, n_sequences, seqlen)
+        length = tl.where(sequence == n_sequences, seqlen - offset.to(tl.int32), length)
+        n_blocks = tl.cdiv(length, BLOCK)
+        block = slot - (offset // BLOCK).to(tl.int32) - sequence
+        sequence = tl.where(block < n_blocks, sequence, n_sequences)
+    if LAST_FIRST:
+        block = tl.where(block < n_blocks, n_blocks - 1 - block, block)  # a program too many keeps its empty block
+    return batch, head, sequence, offset, length, block * BLOCK
+
+
+def score_factors(scale, softcap):
+    """Return (scale, cap_log2) as ``scores_from`` takes them."""
+    if softcap is None:
+        return scale * LOG2E.value, None
+    return scale / softcap, softcap * LOG2E.value
+
+
+def grid_blocks(batch, n_heads, seqlen, block, n_sequences=None):
+    """Return the number of programs that ``locate_block`` expects; seqlen is the number of all rows if packed."""
+    n_blocks = triton.cdiv(seqlen, block) if n_sequences is None else seqlen // block + n_sequences + 1
+    return batch * n_heads * n_blocks
+
+
+@triton.jit
+def tanh(x):
+    """Return tanh(x) to about 3 units in the last place of fp32; it saturates, where a ratio of exponentials overflows.
+
+    Near 0 the difference below would cancel; there a polynomial stands in, fitted to tanh(x) / x on |x| < 0.7 for the
+    least relative error (1.5e-8).
+    """
+    z = x * x
+    poly = -0.005138661857814946 * z + 0.02009196965988727
+    poly = (poly * z - 0.05355886113061146) * z + 0.13329110734966054
+    near = x + x * z * (poly * z - 0.3333318989990105)
+    far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+    return tl.where(tl.abs(x) < 0.7, near, far)
+
+
+@triton.jit
+def scores_from(qk, scale, cap_log2):
+    """Return base-2 scores from products q k, and by what the softcap bends their derivative.
+
+    Without a softcap (cap_log2 is None) scale is ``scale * log2(e)``. With one it is ``scale / softcap``, and cap_log2
+    is ``softcap * log2(e)``: the scores are softcap * tanh(scale * qk / softcap), their slope 1 - tanh^2.
+    """
+    s = qk * scale
+    slope = 1.0
+    if cap_log2 is not None:
+        t = tanh(s)
+        slope = (1.0 - t) * (1.0 + t)
+        s = cap_log2 * t
+    return s, slope
+
+
+@triton.jit
+def add_bias(s_log2, bias_ptr, offs_m, offs_n, stride_m, stride_n, seqlen_q, seqlen_k):
+    """Add the tile of an additive mask to base-2 scores, in fp32; a boolean one (uint8 here) hides where it is 0.
+
+    A finite bias stays finite in base 2: a row of which every key has the lowest fp32 number is not a row without keys.
+    """
+    ptrs = bias_ptr + offs_m.to(tl.int64) * stride_m + offs_n.to(tl.int64) * stride_n
+    bias = tl.load(ptrs, mask=(offs_m < seqlen_q) & (offs_n < seqlen_k), other=0)
+    if bias_ptr.dtype.element_ty == tl.uint8:
+        return tl.where(bias != 0, s_log2, float("-inf"))
+    bias_log2 = bias.to(tl.float32) * LOG2E
+    overflowed = (bias_log2 == float("-inf")) & (bias.to(tl.float32) != float("-inf"))
+    return s_log2 + tl.where(overflowed, -3.4028234663852886e38, bias_log2)
+
+
+@triton.jit
+def score_mask(offs_m, offs_n, seqlen_k, shift, window_left, window_right):
+    """Return whether query offs_m sees key offs_n (``visible_keys`` in reference.py); the two broadcast to a tile.
+
+    A causal mask is window_right = 0. A side that is None has no bound.
+    """
     visible = offs_n < seqlen_k
-    if IS_CAUSAL:
-        visible = visible & (offs_n <= offs_m + shift)
+    if window_left is not None:
+        visible = visible & (offs_n >= offs_m + shift - window_left)
+    if window_right is not None:
+        visible = visible & (offs_n <= offs_m + shift + window_right)
     return visible
 
 
 @triton.jit
-def row_has_key(offs_m, seqlen_k, shift, IS_CAUSAL: tl.constexpr):
+def row_has_key(offs_m, seqlen_k, shift, window_left, window_right):
     """Return, for each query, whether it sees any key at all."""
-    first_hidden = seqlen_k
-    if IS_CAUSAL:
-        first_hidden = tl.minimum(offs_m + shift + 1, seqlen_k)
-    return first_hidden > tl.zeros_like(offs_m)
+    first = tl.zeros_like(offs_m)
+    end = first + seqlen_k
+    if window_left is not None:
+        first = tl.maximum(first, offs_m + shift - window_left)
+    if window_right is not None:
+        end = tl.minimum(end, offs_m + shift + window_right + 1)
+    return first < end
 
 
 @triton.jit
-def key_loop_bounds(start_m, seqlen_k, shift, IS_CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Return (full_end, end) for the queries start_m..start_m+BLOCK_M-1.
+def loop_bounds(start, n_others, shift, before, after, BLOCK: tl.constexpr, STEP: tl.constexpr):
+    """Return (begin, full_begin, full_end, end): what the rows start..start+BLOCK-1 see of n_others others.
 
-    Every one of these queries sees every key below full_end, a multiple of BLOCK_N; none sees a key from end on.
+    Row i sees the others from i + shift - before to i + shift + after. All of these rows see all of
+    full_begin..full_end-1; none sees one outside begin..end-1. ``masked_or_full`` makes two loops of them, of STEP
+    others at a time. Queries look at keys so; keys look at queries with shift negated and the two sides swapped.
     """
-    end = seqlen_k
-    full_end = seqlen_k
-    if IS_CAUSAL:
-        end = tl.maximum(tl.minimum(start_m + BLOCK_M + shift, seqlen_k), 0)
-        full_end = tl.maximum(tl.minimum(start_m + shift + 1, seqlen_k), 0)
-    return full_end // BLOCK_N * BLOCK_N, end
+    begin = 0
+    full_begin = 0
+    full_end = n_others
+    end = n_others
+    if before is not None:
+        begin = tl.minimum(tl.maximum(start + shift - before, 0), n_others) // STEP * STEP
+        full_begin = tl.minimum(tl.maximum(start + BLOCK - 1 + shift - before, 0), n_others)
+        full_begin = tl.cdiv(full_begin, STEP) * STEP
+    if after is not None:
+        full_end = tl.minimum(tl.maximum(start + shift + after + 1, 0), n_others)
+        end = tl.minimum(tl.maximum(start + BLOCK + shift + after, 0), n_others)
+    full_end = tl.maximum(full_end // STEP * STEP, full_begin)
+    return begin, full_begin, full_end, end
+
+
+@triton.jit
+def masked_or_full(begin, full_begin, full_end, end, MASK: tl.constexpr):
+    """Return (lo, hi, hole, skip): a loop over lo..hi-1 that adds skip to where it is from hole on.
+
+    With MASK=False it is the loop over full_begin..full_end-1, which needs no mask; with MASK=True that
+    over begin..end-1 without these, in one piece: as two loops they would cost registers.
+    """
+    if MASK:
+        skip = full_end - full_begin
+        return begin, end - skip, full_begin, skip
+    else:
+        return full_begin, full_end, 0, 0
 
 
 @triton.jit

@@ -1,0 +1,203 @@
+"""Between the public calls and the kernels: differentiation, and what torch.compile, export and torch.func see.
+
+Everything passes through two functions, ``_forward`` and ``_backward``. Eager calls reach them through an
+autograd.Function. Compiled, exported and transformed calls reach them through the custom operators flashattn::forward
+and flashattn::backward, which cost about twice as much time on the host. The results are the same to the bit.
+"""
+
+import importlib.util
+import os
+
+import torch
+
+from .derivative import REFUSAL, first_derivative_only
+
+# q, k and v are (batch, heads, seqlen, head_dim); with cu_seqlens, sequences packed into a batch of 1.
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "float scale, float? softcap, int? window_left, int? window_right"
+)
+N_ARGUMENTS = 10
+
+
+def attention(*arguments):
+    """Run attention on checked arguments, those of ARGUMENTS, differentiably; return (out, lse)."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not all(map(_is_plain, arguments)):
+        out, lse, _ = torch.ops.flashattn.forward(*arguments)
+    else:
+        out, lse, _ = _Attention.apply(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in arguments))
+    return out, lse
+
+
+def _is_plain(x):
+    """Say whether x is an ordinary tensor or none; a subclass (a fake tensor, say) wants to see operators."""
+    return not isinstance(x, torch.Tensor) or type(x) is torch.Tensor or type(x) is torch.nn.Parameter
+
+
+def _is_transformed(*tensors):
+    """Say whether torch.func stands between these tensors and memory."""
+    return any(x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
+
+
+def check_can_launch(q):
+    """Raise unless a kernel can run on the device of q: a GPU, or the CPU under Triton's interpreter."""
+    if importlib.util.find_spec("triton") is None:
+        raise ImportError(
+            "flash_attention needs Triton, which is not installed (it exists for Linux; on macOS and Windows use "
+            "flashattn.attention_tiled or flashattn.attention_reference). On Linux: pip install triton"
+        )
+    if q.is_cuda:
+        if q.dtype == torch.bfloat16 and torch.version.cuda and torch.cuda.get_device_capability(q.device)[0] < 8:
+            raise NotImplementedError("`q` must be float16 or float32 on this GPU, which has no bfloat16, got bfloat16")
+        return
+    if q.device.type != "cpu":
+        raise ValueError(f"`q` must be on a CUDA device, or on the CPU under Triton's interpreter, got {q.device}")
+    from .primitives import INTERPRETED
+
+    if not INTERPRETED.value:
+        hint = " (it is set now, but Triton was imported before)" if os.environ.get("TRITON_INTERPRET") == "1" else ""
+        raise RuntimeError(
+            "`q` must be on a CUDA device, got cpu. To run the kernels on the CPU, slowly, in Triton's interpreter, "
+            f"set TRITON_INTERPRET=1 in the environment before Triton is first imported{hint}; importing "
+            "flashattn.notebook first does that where there is no GPU"
+        )
+
+
+def _new_outputs(q, v):
+    """Allocate (out, lse, lse_log2). out keeps the order of q's dimensions in memory, without gaps."""
+    order = sorted(range(4), key=q.stride, reverse=True)
+    shape = (*q.shape[:3], v.shape[3])
+    out = q.new_empty([shape[i] for i in order]).permute([order.index(i) for i in range(4)])
+    lse = q.new_empty(shape[:3], dtype=torch.float32)
+    return out, lse, torch.empty_like(lse)
+
+
+def _new_gradients(q, k, v):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _bytes(bias):
+    """Return a boolean mask as the bytes it consists of, which is what a kernel can load; others as they are."""
+    return bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias
+
+
+def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right):
+    check_can_launch(q)
+    from .forward import attn_forward  # here, so that `import flashattn` needs no Triton
+
+    outputs = _new_outputs(q, v)
+    options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
+    with torch.cuda.device_of(q):
+        attn_forward(q, k, v, _bytes(bias), *outputs, cu_seqlens_q, cu_seqlens_k, **options)
+    return outputs
+
+
+def _backward(
+    do, dlse, out, lse, lse_log2, q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right
+):
+    from .backward import attn_backward
+
+    gradients = _new_gradients(q, k, v)
+    do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
+    dlse = None if dlse is None else dlse.resolve_neg().contiguous()
+    options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
+    with torch.cuda.device_of(q):
+        attn_backward(
+            q, k, v, _bytes(bias), out, lse, lse_log2, do, dlse, *gradients, cu_seqlens_q, cu_seqlens_k, **options
+        )
+    return gradients
+
+
+def _setup_context(ctx, inputs, output):
+    (out, lse, lse_log2), bias = output, inputs[3]
+    ctx.options = inputs[6:]
+    ctx.save_for_backward(out, lse if bias is not None else None, lse_log2, *inputs[:6])
+    ctx.mark_non_differentiable(output[2])
+    ctx.set_materialize_grads(False)
+
+
+def _fold(x, dim, size):
+    """Fold a dimension that torch.vmap added into the batch, or repeat x where it added none. None stays None."""
+    if x is None:
+        return None
+    return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+
+def _vmap_rule(call, n_options=4):
+    def rule(info, in_dims, *arguments):
+        """Make one call of a vmapped one: attention treats batch entries alike, so vmap's dimension joins them."""
+        tensors, options = arguments[:-n_options], arguments[-n_options:]
+        if any(x is not None for x in tensors[-2:]):
+            raise NotImplementedError("torch.vmap over flash_attention_varlen: put the sequences into one packed call")
+        dims = in_dims[: len(tensors)]
+        folded = (_fold(x, dim, info.batch_size) for x, dim in zip(tensors, dims, strict=True))
+        results = call(*folded, *options)
+        return tuple(x.unflatten(0, (info.batch_size, -1)) for x in results), (0,) * len(results)
+
+    return rule
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments):
+        forward = torch.ops.flashattn.forward if _is_transformed(*arguments[:6]) else _forward
+        return forward(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, do, dlse, _):
+        if do is None and dlse is None:
+            return (None,) * N_ARGUMENTS
+        tensors = (do, dlse, *ctx.saved_tensors)
+        backward = torch.ops.flashattn.backward if _is_transformed(*tensors) else _backward
+        return *backward(*tensors, *ctx.options), *(None,) * (N_ARGUMENTS - 3)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _vmap_rule(_Attention.apply)(info, in_dims, *arguments)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(
+            "flash_attention has no forward-mode derivative: use flashattn.attention_reference where one is needed"
+        )
+
+
+torch.library.define("flashattn::forward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+torch.library.define(
+    "flashattn::backward",
+    f"(Tensor? do, Tensor? dlse, Tensor out, Tensor? lse, Tensor lse_log2, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+)
+torch.library.impl("flashattn::forward", ("cpu", "cuda"), _forward)
+torch.library.impl("flashattn::backward", ("cpu", "cuda"), _backward)
+
+
+@torch.library.register_fake("flashattn::forward")
+def _fake_forward(q, k, v, *_):
+    return _new_outputs(q, v)
+
+
+@torch.library.register_fake("flashattn::backward")
+def _fake_backward(do, dlse, out, lse, lse_log2, q, k, v, *_):
+    return _new_gradients(q, k, v)
+
+
+def _differentiate_forward(ctx, do, dlse, _):
+    if do is None and dlse is None:
+        return (None,) * N_ARGUMENTS
+    gradients = torch.ops.flashattn.backward(do, dlse, *ctx.saved_tensors, *ctx.options)
+    return *gradients, *(None,) * (N_ARGUMENTS - 3)
+
+
+def _refuse_second_derivative(ctx, *grads):
+    raise RuntimeError(REFUSAL)
+
+
+torch.library.register_autograd("flashattn::forward", _differentiate_forward, setup_context=_setup_context)
+torch.library.register_autograd("flashattn::backward", _refuse_second_derivative)
+
+
+torch.library.register_vmap("flashattn::forward", _vmap_rule(torch.ops.flashattn.forward))
+torch.library.register_vmap("flashattn::backward", _vmap_rule(torch.ops.flashattn.backward))
