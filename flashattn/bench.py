@@ -49,6 +49,27 @@ def load_rows(gpu, **wanted):
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
+def load_targets(**wanted):
+    """Return what the compiler allocates for each kernel on each target, as ``make targets`` recorded it.
+
+    Args:
+        wanted: keep only rows whose columns equal these values, as in ``target="sm_90", direction="forward"``.
+
+    Returns:
+        A list of dicts: target, triton (the version that compiled it), direction, head_dim, dtype, causal, the launch
+        as in ``configs.BlockConfig``, shared_bytes of a block, registers of a thread, spill_stores_bytes of a thread,
+        and tensor_cores (whether it uses them).
+    """
+    with open(DATA / "targets.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    booleans = {"True": True, "False": False}
+    rows = [
+        {name: int(value) if value.isdigit() else booleans.get(value, value) for name, value in row.items()}
+        for row in rows
+    ]
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
 def _typed(row):
     row = {name: int(value) if name in _INTEGERS else value for name, value in row.items()}
     numbers = {name: float(row[name]) for name in ("p20", "p50", "p80")}

@@ -2,24 +2,34 @@
 
 Run in a process of its own: one that interprets kernels cannot compile them.
 
-    python tests/compile_kernels.py '[["forward", 64, "float16", true, 90], ...]'
+    python tests/compile_kernels.py '[["forward", 64, "float16", true, "sm_90"], ...]'
 
-prints one JSON row per entry: shared memory, registers, spills, tensor-core instructions.
+prints one JSON row per entry: shared memory, registers, spills, tensor-core instructions. An entry may end in a list of
+extras: "window", "softcap", "bias", "varlen", "dlse".
+
+    python tests/compile_kernels.py --table [FILE]
+
+compiles every kernel for every target and writes flashattn/data/targets.csv, or FILE: the rows of the installed triton.
 """
 
+import concurrent.futures
+import csv
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashattn import backward, forward
-from flashattn.configs import SHARED_BYTES, Target, block_config
+from flashattn import backward, configs, forward
+from flashattn.configs import TARGETS, block_config
+from flashattn.primitives import SIZES
 
 KERNELS = {
     "forward": forward._attn_fwd_kernel,
@@ -27,6 +37,8 @@ KERNELS = {
     "dkdv": backward._attn_bwd_dkdv_kernel,
     "dq": backward._attn_bwd_dq_kernel,
 }
+TABLE = Path(configs.__file__).parent / "data" / "targets.csv"
+OLD = triton.__version__ < "3.6"  # the linker for AMD comes with Triton from 3.6 on
 TRITON_TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -37,45 +49,79 @@ def signature_of(kernel, dtype, constants):
         if name in constants:
             types[name] = "constexpr"
         elif name.endswith("_ptr"):
-            types[name] = "*fp32" if name.startswith(("lse", "delta", "dlse")) else f"*{TRITON_TYPES[dtype]}"
+            pointee = TRITON_TYPES[dtype]
+            if name.startswith(("lse", "delta", "dlse")):
+                pointee = "fp32"
+            elif name.startswith("cu_seqlens"):
+                pointee = "i32"
+            types[name] = "*" + pointee
             hints[(i,)] = [["tt.divisibility", 16]]
-        elif name.startswith("scale"):
+        elif name in ("scale", "score_scale", "cap_log2"):
             types[name] = "fp32"
         else:
             types[name] = "i32"
-            if name.startswith("stride"):
+            if name not in SIZES:
                 hints[(i,)] = [["tt.divisibility", 16]]
     return types, hints
 
 
-def compile_kernel(direction, head_dim, dtype, causal, arch, config=None):
+def absent_arguments(causal, extras):
+    """Return the arguments that a call leaves out: they are None, and the compiler drops their code."""
+    absent = set()
+    if not causal:
+        absent.add("window_right")
+    if "window" not in extras:
+        absent.add("window_left")
+    if "softcap" not in extras:
+        absent.add("cap_log2")
+    if "bias" not in extras:
+        absent |= {"bias_ptr", "lse_low_ptr"}
+    if "varlen" not in extras:
+        absent |= {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "n_sequences"}
+    if "dlse" not in extras:
+        absent.add("dlse_ptr")
+    return absent
+
+
+def compile_kernel(direction, head_dim, dtype, causal, target, extras=(), config=None):
     """Compile one kernel in one configuration and return a dict of what it uses."""
     kernel = KERNELS[direction]
     config = config or block_config(
-        direction, head_dim, getattr(torch, dtype), Target(arch, SHARED_BYTES[arch]), causal=causal
+        direction, head_dim, head_dim, getattr(torch, dtype), TARGETS[target], causal=causal
     )
     constants = dict(
-        HEAD_DIM=head_dim, IS_CAUSAL=causal, HAS_DLSE=True, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-        BLOCK_D=config.block_d,
+        HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
+        BLOCK_D=config.block_d, BLOCK_DV=config.block_dv,
     )  # fmt: skip
+    constants |= dict.fromkeys(absent_arguments(causal, extras))
     # A unit stride arrives as the constant 1, as in a launch.
-    constants |= dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_od", "stride_dod"), 1)
-    constants |= dict.fromkeys(("stride_dkd", "stride_dvd", "stride_dqd", "stride_dlm"), 1)
+    constants |= {name: 1 for name in kernel.arg_names if name.startswith("stride") and name.endswith("d")}
+    constants |= {"stride_bias_n": 1}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types, hints = signature_of(kernel, dtype, constants)
     source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    report = ptxas_report(compiled.asm["ptx"])
-    row = dict(direction=direction, head_dim=head_dim, dtype=dtype, causal=causal, arch=arch, **config._asdict())
-    return row | dict(shared_bytes=compiled.metadata.shared, **report)
+    compiled = triton.compile(source, target=gpu, options=options)
+    row = dict(target=target, triton=triton.__version__, direction=direction, head_dim=head_dim, dtype=dtype)
+    row |= dict(causal=causal, extras="+".join(extras), **config._asdict(), shared_bytes=compiled.metadata.shared)
+    return row | (ptxas_report(compiled.asm["ptx"]) if "ptx" in compiled.asm else amd_report(compiled.asm["amdgcn"]))
+
+
+def amd_report(assembly):
+    """Read vector registers, spills and matrix-core use from AMD's assembly."""
+    return dict(
+        registers=int(re.search(r"\.vgpr_count:\s+(\d+)", assembly).group(1)),
+        spill_stores_bytes=4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly).group(1)),
+        tensor_cores="v_mfma" in assembly,
+    )
 
 
 def ptxas_report(ptx):
     """Assemble PTX with the ptxas that Triton ships and return registers, spills and tensor-core use."""
-    ptxas = (
-        triton.knobs.nvidia.ptxas_blackwell if re.search(r"\.target sm_1[0-9]{2}", ptx) else triton.knobs.nvidia.ptxas
-    )
+    ptxas = triton.knobs.nvidia.ptxas
+    if re.search(r"\.target sm_1[0-9]{2}", ptx):  # Triton 3.5 and newer ship a second one for Blackwell
+        ptxas = getattr(triton.knobs.nvidia, "ptxas_blackwell", ptxas)
     arch = re.search(r"\.target (sm_\w+)", ptx).group(1)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
@@ -89,6 +135,47 @@ def ptxas_report(ptx):
     )
 
 
+def _compile_entry(entry):
+    return compile_kernel(*entry)
+
+
+def product(dtypes=("float16", "bfloat16", "float32")):
+    """Return the entries of the full product: every kernel for every target."""
+    return [
+        [direction, head_dim, dtype, causal, target]
+        for target in TARGETS
+        for dtype in dtypes
+        if not (target == "sm_75" and dtype == "bfloat16") and not (target == "gfx942" and OLD)
+        for head_dim in (64, 128, 256)
+        for direction in KERNELS
+        for causal in ((False,) if direction == "delta" else (False, True))
+    ]
+
+
+def update_table(rows, path):
+    """Write rows into a table in place of the ones there of the same triton version."""
+    kept = []
+    if path.exists():
+        with open(path, newline="") as file:
+            kept = [row for row in csv.DictReader(file) if row["triton"] != triton.__version__]
+    kept += [{name: str(value) for name, value in row.items()} for row in rows]
+    kept.sort(key=lambda row: (row["triton"], list(TARGETS).index(row["target"])))
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(kept[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+
+
 if __name__ == "__main__":
-    for entry in json.loads(sys.argv[1]):
-        print(json.dumps(compile_kernel(*entry)), flush=True)
+    if sys.argv[1] == "--table":
+        with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+            done = []
+            for row in pool.map(_compile_entry, product()):
+                done.append(row)
+                print(f"\r{len(done)} of {len(product())} kernels compiled", end="", flush=True)
+        path = Path(sys.argv[2]) if len(sys.argv) > 2 else TABLE
+        update_table(done, path)
+        print(f"\n{path} written for triton {triton.__version__}")
+    else:
+        for entry in json.loads(sys.argv[1]):
+            print(json.dumps(compile_kernel(*entry)), flush=True)
