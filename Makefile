@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help book serve test test-gpu fuzz lint bench status linkcheck strip clean
+.PHONY: help book serve test test-gpu fuzz sanitize targets lint bench status linkcheck strip clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,6 +7,7 @@ BOOK := _build/html/index.html
 CACHE := _build/.jupyter_cache
 NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
 SOURCES := $(NOTEBOOKS) $(wildcard *.yml book/*.md book/*.bib book/_static/* book/_ext/*.py flashattn/*.py flashattn/data/*)
+GPU_TESTS := $(addprefix tests/test_,kernels.py api.py ops.py sdpa.py cases.py properties.py doctor.py)
 JOBS ?= $(shell python3 -c 'import os; print(min(os.cpu_count(), 8))')
 # One thread a process: two notebooks or test workers side by side would otherwise fight over the cores.
 export OMP_NUM_THREADS ?= 1
@@ -46,11 +47,17 @@ test: $(VENV)/installed book  ## build if needed, then run every test
 	@$(BIN)/python -m pytest --nbval-lax notebooks -q -n $(JOBS) --dist loadfile
 
 test-gpu: $(VENV)/installed  ## run the kernel tests on this machine's GPU and record them
-	@$(BIN)/python -m pytest tests/test_kernels.py tests/test_api.py -q -n $(JOBS) --results tests/results/kernels.json
+	@$(BIN)/python -m pytest $(GPU_TESTS) -q -n $(JOBS) --results tests/results/kernels.json
 	@$(BIN)/python -m pytest --nbval-lax notebooks -q -n $(JOBS) --dist loadfile --results tests/results/notebooks.json
 
 fuzz: $(VENV)/installed  ## draw N random cases and hold them to the error budget (N=200)
-	@$(BIN)/python -c 'import flashattn.notebook; from flashattn.testing import main; main()' --cases $(or $(N),200)
+	@$(BIN)/python -m flashattn.fuzz --cases $(or $(N),200)
+
+sanitize: $(VENV)/installed  ## run the kernels under compute-sanitizer on this machine's GPU
+	@$(BIN)/python tests/sanitize.py --out tests/results/sanitizer.json
+
+targets: $(VENV)/installed  ## compile every kernel for every target and record it in flashattn/data/targets.csv
+	@$(BIN)/python tests/compile_kernels.py --table
 
 lint: $(VENV)/installed  ## check style
 	@$(BIN)/ruff check .

@@ -1,12 +1,6 @@
 """The option --results, for the tests and the notebooks alike: write what ran, where and with what as JSON."""
 
-import importlib.metadata
-import importlib.util
 import json
-import os
-import platform
-import subprocess
-import time
 
 
 def pytest_addoption(parser):
@@ -25,6 +19,8 @@ def pytest_terminal_summary(terminalreporter, config):
         for report in reports.get(outcome, [])
         if report.when == "call"
     ]
+    from flashattn.testing import machine_facts  # here: it imports torch, and most runs write no results
+
     write_results(path, machine_facts() | dict(counts=counts), sorted(tests, key=lambda test: test["test"]))
 
 
@@ -33,25 +29,3 @@ def write_results(path, facts, tests):
     lines = ",\n".join("  " + json.dumps(test) for test in tests)
     with open(path, "w") as file:
         file.write(json.dumps(facts | {"tests": []}, indent=1).removesuffix("[]\n}") + "[\n" + lines + "\n ]\n}\n")
-
-
-def machine_facts():
-    """Return where and with what the tests ran."""
-    import torch
-
-    gpu = torch.cuda.is_available()
-    return dict(
-        date=time.strftime("%Y-%m-%d"),
-        commit=os.environ.get("FLASHATTN_COMMIT") or _first_line("git", "rev-parse", "HEAD"),
-        gpu=torch.cuda.get_device_name() if gpu else None,
-        driver=_first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        triton=importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        processor=platform.machine(),
-    )
-
-
-def _first_line(*command):
-    printed = subprocess.run(command, capture_output=True, text=True, cwd=os.path.dirname(__file__)).stdout
-    return printed.strip().split("\n")[0] or None

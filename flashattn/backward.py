@@ -19,6 +19,7 @@ from .primitives import (
     loop_bounds,
     masked_or_full,
     round_to,
+    rows_to_load,
     score_factors,
     score_mask,
     scores_from,
@@ -180,7 +181,8 @@ def _attn_bwd_dkdv_kernel(
 
     # Queries where, in the other two kernels, there are keys: the same bounds, seen from the other side.
     bounds = loop_bounds(start_n, length_q, -shift, window_right, window_left, BLOCK_N, BLOCK_M)
-    for head in tl.range(head_kv * group, head_kv * group + group):
+    for i in tl.range(group):
+        head = head_kv * group + i
         head_bias_ptr = bias_ptr
         if bias_ptr is not None:
             head_bias_ptr += batch * stride_bias_b + head * stride_bias_h
@@ -200,20 +202,24 @@ def _attn_bwd_dkdv_kernel(
 
 @triton.jit
 def _attn_bwd_dq_inner(
-    dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, dlse_ptr, bounds, offs_m, offs_d, offs_dv,
+    dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, dlse_ptr, bounds, start_m, offs_d, offs_dv,
     stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
     seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Add to dq what the keys within bounds contribute that all rows see, or with MASK=True the others.
 
     Invariant, over the keys seen so far: dq = dS K (without the scale).
     """
+    offs_m = start_m + tl.arange(0, BLOCK_M)
     lo, hi, hole, skip = masked_or_full(*bounds, MASK)
     for start_n in tl.range(lo, hi, BLOCK_N):
         offs_n = tl.where(start_n < hole, start_n, start_n + skip) + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
-        v = load_tile(v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
+        rows_n = offs_n
+        if MASK:
+            rows_n = rows_to_load(offs_n, start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M)
+        k = load_tile(k_ptr, rows_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
+        v = load_tile(v_ptr, rows_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
         _, ds = _recompute_p_ds(
             q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr, dlse_ptr,
             offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n,
@@ -269,10 +275,10 @@ def _attn_bwd_dq_kernel(
     bounds = loop_bounds(start_m, length_k, length_k - length_q, window_left, window_right, BLOCK_M, BLOCK_N)
     for MASK in tl.static_range(2):
         dq = _attn_bwd_dq_inner(
-            dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, dlse_ptr, bounds, offs_m, offs_d,
+            dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, dlse_ptr, bounds, start_m, offs_d,
             offs_dv, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
             length_q, length_k, window_left, window_right, score_scale, cap_log2,
-            HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_N,
+            HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
     store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, length_q, HEAD_DIM)

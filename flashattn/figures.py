@@ -560,7 +560,7 @@ def head_rows(cases):
 
 @picture
 def program_map(kinds, program, block_n, seqlen_k):
-    """Draw what one program of the causal forward kernel reads and writes, over the tiles of the score matrix.
+    """Draw what one program of the forward kernel reads and writes, over the tiles of the score matrix.
 
     kinds: rows of "full", "cut" or "skipped", one row per query block. program: the row to point out.
     """
@@ -574,13 +574,14 @@ def program_map(kinds, program, block_n, seqlen_k):
     for row, kinds_of_row in enumerate(kinds):
         for column, kind in enumerate(kinds_of_row):
             axes.add_patch(matplotlib.patches.Rectangle((column + 0.06, row + 0.06), 0.88, 0.88, **looks[kind]))
-    last = max(column for column, kind in enumerate(kinds[program]) if kind != "skipped") + 1
+    visited = [column for column, kind in enumerate(kinds[program]) if kind != "skipped"]
+    first, n_tiles = visited[0], len(visited)
     outline = dict(fill=False, edgecolor=INK, linewidth=1.8)
-    axes.add_patch(matplotlib.patches.Rectangle((0, program), last, 1, **outline))
+    axes.add_patch(matplotlib.patches.Rectangle((first, program), n_tiles, 1, **outline))
     source = dict(facecolor=COLORS["device_memory"], alpha=0.45)
-    axes.add_patch(matplotlib.patches.Rectangle((0.06, -1.25), last - 0.12, 0.75, **source))
-    keys = f"reads K, V: keys 0 to {min(last * block_n, seqlen_k) - 1}"
-    axes.text(last / 2, -0.87, keys, ha="center", va="center", fontsize=9)
+    axes.add_patch(matplotlib.patches.Rectangle((first + 0.06, -1.25), n_tiles - 0.12, 0.75, **source))
+    keys = f"keys {first * block_n} to {min((first + n_tiles) * block_n, seqlen_k) - 1}"
+    axes.text(first + n_tiles / 2, -0.87, f"reads K, V: {keys}", ha="center", va="center", fontsize=9)
     for y, text in ((program + 0.3, "reads Q"), (program + 0.72, "writes O, L")):
         axes.text(columns + 0.12, y, text, va="center", fontsize=9)
     for column, kind in enumerate(looks):
@@ -592,8 +593,8 @@ def program_map(kinds, program, block_n, seqlen_k):
     counts = {kind: sum(row.count(kind) for row in kinds) for kind in looks}
     alt = (
         f"A grid of {rows} query blocks by {columns} key blocks: {counts['full']} tiles are full, {counts['cut']} cut "
-        f"by the diagonal and the ragged edge, {counts['skipped']} skipped. Query block {program} is outlined: its "
-        f"program reads its rows of Q, the keys and values of its {last} tiles, and writes its rows of O and L."
+        f"by an edge of the mask or the last key, {counts['skipped']} skipped. Query block {program} is outlined: its "
+        f"program reads its rows of Q, the {keys} of its {n_tiles} tiles, and writes its rows of O and L."
     )
     return figure, alt
 

@@ -18,6 +18,7 @@ from .primitives import (
     online_softmax_update,
     round_to,
     row_has_key,
+    rows_to_load,
     score_factors,
     score_mask,
     scores_from,
@@ -28,19 +29,23 @@ from .primitives import (
 
 @triton.jit
 def _attn_fwd_inner(
-    acc, m_i, l_i, q, k_ptr, v_ptr, bias_ptr, bounds, offs_m, offs_d, offs_dv,
+    acc, m_i, l_i, q, k_ptr, v_ptr, bias_ptr, bounds, start_m, offs_d, offs_dv,
     stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
     seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Take into (acc, m_i, l_i) the keys within bounds that all rows see, or with MASK=True the others.
 
     Invariant, over the keys seen so far: m_i = max s, l_i = sum 2^(s - m_i), acc = sum 2^(s - m_i) v.
     """
+    offs_m = start_m + tl.arange(0, BLOCK_M)
     lo, hi, hole, skip = masked_or_full(*bounds, MASK)
     for start_n in tl.range(lo, hi, BLOCK_N):
         offs_n = tl.where(start_n < hole, start_n, start_n + skip) + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
+        rows_n = offs_n
+        if MASK:
+            rows_n = rows_to_load(offs_n, start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M)
+        k = load_tile(k_ptr, rows_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
         s_log2, _ = scores_from(dot(q, tl.trans(k)), score_scale, cap_log2)  # (BLOCK_M, BLOCK_N)
         if bias_ptr is not None:
             s_log2 = add_bias(
@@ -51,7 +56,7 @@ def _attn_fwd_inner(
             visible = score_mask(offs_m[:, None], offs_n[None, :], seqlen_k, shift, window_left, window_right)
             s_log2 = tl.where(visible, s_log2, float("-inf"))
         p, alpha, m_i, l_i = online_softmax_update(s_log2, m_i, l_i)
-        v = load_tile(v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
+        v = load_tile(v_ptr, rows_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
         acc = dot(round_to(p, v.dtype), v, acc * alpha[:, None])
     return acc, m_i, l_i
 
@@ -103,10 +108,10 @@ def _attn_fwd_kernel(
     bounds = loop_bounds(start_m, length_k, shift, window_left, window_right, BLOCK_M, BLOCK_N)
     for MASK in tl.static_range(2):
         acc, m_i, l_i = _attn_fwd_inner(
-            acc, m_i, l_i, q, k_ptr, v_ptr, bias_ptr, bounds, offs_m, offs_d, offs_dv,
+            acc, m_i, l_i, q, k_ptr, v_ptr, bias_ptr, bounds, start_m, offs_d, offs_dv,
             stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
             length_q, length_k, window_left, window_right, score_scale, cap_log2,
-            HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_N,
+            HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_M, BLOCK_N,
         )  # fmt: skip
 
     # A row without keys has l_i = 0 and acc = 0: dividing by 1 instead gives out = 0 and lse = -inf.

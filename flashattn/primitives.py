@@ -228,6 +228,21 @@ def row_has_key(offs_m, seqlen_k, shift, window_left, window_right):
 
 
 @triton.jit
+def rows_to_load(offs_n, start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M: tl.constexpr):
+    """Return offs_n, with seqlen_k, which is not read, for keys that none of the queries from start_m on sees.
+
+    Such a key has weight 0, but what it holds may be NaN, and 0 times NaN is NaN.
+    """
+    shift = seqlen_k - seqlen_q
+    if window_left is not None:
+        offs_n = tl.where(offs_n < start_m + shift - window_left, seqlen_k, offs_n)
+    if window_right is not None:
+        last_m = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1
+        offs_n = tl.where(offs_n > last_m + shift + window_right, seqlen_k, offs_n)
+    return offs_n
+
+
+@triton.jit
 def loop_bounds(start, n_others, shift, before, after, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Return (begin, full_begin, full_end, end): what the rows start..start+BLOCK-1 see of n_others others.
 

@@ -25,10 +25,11 @@ def device():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave GPU tests out where there is no GPU; skip kernel tests, with the reason, where there is no Triton."""
-    if not flashattn.notebook.HAS_GPU:
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    """Leave out tests that need more GPUs than there are; skip kernel tests, with the reason, without Triton."""
+    for marker, n_gpus in (("gpu", 1), ("two_gpus", 2)):
+        if torch.cuda.device_count() < n_gpus:
+            config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker(marker)])
+            items[:] = [item for item in items if not item.get_closest_marker(marker)]
     if not flashattn.notebook.HAS_TRITON:
         for item in items:
             if item.get_closest_marker("triton"):

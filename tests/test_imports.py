@@ -12,18 +12,21 @@ MAY_IMPORT = {
     "reference": set(),
     "derivative": set(),
     "tiled": {"reference", "derivative"},
-    "testing": {"reference", "api"},
+    "testing": {"reference"},
     "primitives": set(),
     "configs": set(),
     "forward": {"primitives", "configs"},
     "backward": {"primitives", "configs"},
-    "api": {"forward", "backward", "primitives", "configs", "derivative"},
+    "ops": {"forward", "backward", "primitives", "derivative"},
+    "api": {"ops"},
     "cost": set(),
     "bench": {"cost", "api", "testing"},
+    "doctor": {"api", "configs", "testing", "tiled"},
     "figures": {"cost"},
+    "fuzz": {"api", "notebook", "reference", "testing"},
     "notebook": set(),
 }
-WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "__init__"}
+WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "api", "doctor", "__init__"}
 MAY_PLOT = {"figures", "explorer", "notebook"}
 
 

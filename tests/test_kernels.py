@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flashattn import attention_reference, flash_attention
+from flashattn import attention_reference, flash_attention, flash_attention_varlen
 from flashattn.testing import DTYPES, Case, assert_within_budget, error_ratios, make_inputs, run
 
 pytestmark = pytest.mark.triton
@@ -45,9 +45,44 @@ CPU_CASES = [
     Case(65, 127, 64, "bf16", False, 2, 1, family="low"),
     Case(65, 127, 64, "fp32", True, 2, 1, family="low"),
 ]
+# Windows, softcap, head dimensions that differ, packed sequences (some empty, some longer than a block).
+QUERIES, KEYS = (5, 0, 130, 64, 1, 200), (70, 5, 0, 130, 65, 128)
+FEATURES = {
+    "left": dict(window=(37, None)),
+    "both": dict(window=(100, 3)),
+    "causal": dict(causal=True, window=(70, 0)),
+    "softcap": dict(softcap=3.0),
+    "all": dict(causal=True, window=(150, None), softcap=20.0, scale=-0.3),
+}
+GPU_FEATURE_CASES = [
+    Case(n, m, d, dtype, head_dim_v=d_v, **features)
+    for d, d_v in [(64, 64), (128, 128), (192, 128), (40, 72), (64, 256)]
+    for dtype in DTYPES
+    for features in FEATURES.values()
+    for n, m in [(203, 330), (330, 203), (QUERIES, KEYS)]
+] + [
+    Case(QUERIES, KEYS, d, dtype, causal, heads, heads_kv)
+    for d in HEAD_DIMS
+    for dtype in DTYPES
+    for causal in (False, True)
+    for heads, heads_kv in HEADS
+]
+CPU_FEATURE_CASES = [
+    Case(70, 150, 16, "fp16", heads=2, heads_kv=1, window=(37, None)),
+    Case(150, 70, 16, "bf16", heads=2, heads_kv=1, window=(20, 3)),
+    Case(130, 200, 16, "fp32", True, 2, 1, window=(70, 0)),
+    Case(65, 70, 32, "fp32", heads=2, heads_kv=2, softcap=3.0),
+    Case(65, 130, 16, "bf16", True, 2, 1, window=(100, None), softcap=20.0, scale=-0.3),
+    Case(65, 70, 24, "fp16", heads=2, heads_kv=1, head_dim_v=40),
+    Case(65, 70, 80, "fp32", True, 2, 2, head_dim_v=16),
+    Case((5, 0, 70, 1), (70, 5, 0, 65), 16, "fp32", heads=2, heads_kv=1),
+    Case((5, 0, 70, 1), (70, 5, 0, 65), 16, "fp16", True, 2, 1, window=(9, None), softcap=3.0, head_dim_v=24),
+]
 
 
-def kernel(q, k, v, **kwargs):
+def kernel(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **kwargs):
+    if cu_seqlens_q is not None:
+        return flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **kwargs)
     return flash_attention(q, k, v, return_lse=True, **kwargs)
 
 
@@ -55,18 +90,18 @@ def check(case, device, record_property):
     ratios = assert_within_budget(kernel, case, device)
     record_property("ratios", {name: round(ratio, 3) for name, ratio in ratios.items()})
     inputs = make_inputs(case, device)
-    first, second = (run(kernel, inputs, causal=case.causal) for _ in range(2))
+    first, second = (run(kernel, inputs, **case.options, **case.offsets(device)) for _ in range(2))
     for name in first:
         assert torch.equal(first[name], second[name]), f"{name} differs on a second run"
 
 
-@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", CPU_CASES + CPU_FEATURE_CASES, ids=lambda case: case.id)
 def test_budget_and_repeatability(case, device, record_property):
     check(case, device, record_property)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", GPU_CASES + FAMILY_CASES, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", GPU_CASES + FAMILY_CASES + GPU_FEATURE_CASES, ids=lambda case: case.id)
 def test_budget_and_repeatability_in_full(case, device, record_property):
     check(case, device, record_property)
 
@@ -152,6 +187,19 @@ def test_nan_and_infinity_show(where, bad, device):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
+def test_queries_past_the_end_do_not_meet_an_infinite_key(device):
+    """A tile is padded with queries of 0, and 0 times infinity is NaN: no gradient may come from there."""
+    q, k, v = (torch.rand(1, 1, n, 16, device=device) + 0.1 for n in (5, 6, 6))
+    k[0, 0, 3, 7] = -math.inf  # a score of -inf for every query: the key has weight 0
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    actual = torch.autograd.grad(flash_attention(*tensors).sum(), tensors)
+    expected = torch.autograd.grad(attention_reference(*tensors)[0].sum(), tensors)
+    for a, e in zip(actual, expected, strict=True):
+        assert torch.equal(a.isfinite(), e.isfinite())
+    assert actual[1].isfinite().all() and actual[2].isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, in the interpreter
 def test_row_whose_visible_scores_are_all_minus_infinity_is_nan(device):
     """The row has keys, so this is no masked row: hiding the infinity behind a 0 would be silent."""
     q, k, v = torch.ones(1, 1, 1, 16, device=device), torch.ones(1, 1, 3, 16, device=device), torch.ones(1, 1, 3, 16)
@@ -159,22 +207,68 @@ def test_row_whose_visible_scores_are_all_minus_infinity_is_nan(device):
     assert flash_attention(q, k, v.to(device)).isnan().all()
 
 
+LARGE = 2**31 + 2**20
+LARGE_STRIDES = {"batch": 0, "heads": 1, "rows": 2, "columns": 3}
+
+
 @pytest.mark.gpu
-def test_offsets_past_two_to_the_31(device):
-    """One head whose rows lie so far apart that the element offset of the last passes 2^31."""
-    seqlen, head_dim, row = 40000, 64, 60000
-    buffer = torch.empty(seqlen * row, dtype=torch.bfloat16, device=device)
-    k = buffer.as_strided((1, 1, seqlen, head_dim), (0, 0, row, 1))
-    k.copy_(torch.randn(1, 1, seqlen, head_dim))
-    q, v = (torch.randn(1, 1, n, head_dim, device=device, dtype=torch.bfloat16) for n in (128, seqlen))
-    assert (seqlen - 1) * row > 2**31
-    inputs = make_inputs(Case(128, seqlen, head_dim, "bf16", True, 1, 1, 1), device)
-    ratios = error_ratios(kernel, inputs._replace(q=q, k=k, v=v), causal=True)
+@pytest.mark.parametrize("axis", LARGE_STRIDES)
+@pytest.mark.parametrize("name", ["q", "k", "v", "do"])
+def test_offsets_past_two_to_the_31(name, axis, device):
+    """Each tensor in turn is a view whose last element along one axis lies past 2^31 elements, for a 16-bit dtype."""
+    case = Case(130, 130, 64, "bf16", True, 4, 4)
+    inputs = make_inputs(case, device)
+    plain = getattr(inputs, name)
+    strides = list(plain.contiguous().stride())
+    strides[LARGE_STRIDES[axis]] = -(-LARGE // (plain.shape[LARGE_STRIDES[axis]] - 1))
+    span = 1 + sum((size - 1) * stride for size, stride in zip(plain.shape, strides, strict=True))
+    view = torch.empty(span, dtype=plain.dtype, device=device).as_strided(plain.shape, strides)
+    view.copy_(plain)
+    assert torch.equal(view, plain) and strides[LARGE_STRIDES[axis]] * (plain.shape[LARGE_STRIDES[axis]] - 1) > 2**31
+    far, near = run(kernel, inputs._replace(**{name: view}), causal=True), run(kernel, inputs, causal=True)
+    for key in near:
+        assert torch.equal(far[key], near[key]), key
+
+
+@pytest.mark.gpu
+def test_results_past_two_to_the_31(device):
+    """Results as large as that: out, lse and every gradient of the last heads, against a call on these alone."""
+    batch, heads, seqlen, head_dim = 2, 9 * 2**10, 1024, 128
+    q = torch.randn(batch, heads, seqlen, head_dim, dtype=torch.bfloat16, device=device).requires_grad_()
+    assert q.numel() > 2**31
+    k, v = (torch.randn(batch, heads, 16, head_dim, dtype=q.dtype, device=device).requires_grad_() for _ in range(2))
+    out, lse = kernel(q, k, v)
+    torch.autograd.backward((out, lse), (q.detach(), torch.ones_like(lse)))
+    last = [x.detach()[-1:, -3:].clone().requires_grad_() for x in (q, k, v)]
+    out_last, lse_last = kernel(*last)
+    torch.autograd.backward((out_last, lse_last), (last[0].detach(), torch.ones_like(lse_last)))
+    assert torch.equal(out[-1:, -3:], out_last) and torch.equal(lse[-1:, -3:], lse_last)
+    for whole, part in zip((q, k, v), last, strict=True):
+        assert torch.equal(whole.grad[-1:, -3:], part.grad)
+
+
+@pytest.mark.gpu
+def test_packed_rows_past_two_to_the_31(device):
+    """The last of many packed sequences begins past element 2^31 of every tensor."""
+    head_dim, heads, length = 128, 16, 2**20
+    total = LARGE // (heads * head_dim) // length * length + 3 * length
+    q = torch.empty(total, heads, head_dim, dtype=torch.bfloat16, device=device)
+    q[-200:].normal_()
+    assert (total - 200) * heads * head_dim > 2**31
+    offsets = torch.tensor([0, 1, total - 200, total], dtype=torch.int32, device=device)
+    only_last = torch.tensor([0, 0, 0, 200], dtype=torch.int32, device=device)
+    empty = torch.tensor([0, 0, 0, 200], dtype=torch.int32, device=device)
+    keys = torch.randn(2, 200, heads, head_dim, dtype=q.dtype, device=device)
+    far = flash_attention_varlen(q, keys[0], keys[1], offsets, empty, causal=True)[-200:]
+    near = flash_attention_varlen(q[-200:].clone(), keys[0], keys[1], only_last, empty, causal=True)
+    assert torch.equal(far, near)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch, heads", [(2**20, 1), (1, 2**20), (10923, 6)], ids=str)
+def test_many_batch_entries_and_heads(batch, heads, device):
+    """More than a grid's second axis could hold; every one is computed, forward and backward."""
+    q, k, v, do = (torch.randn(batch, heads, 5, 16, device=device, dtype=torch.float16) for _ in range(4))
+    inputs = make_inputs(Case(5, 5, 16, "fp16", True, heads, heads, 1), device)
+    ratios = error_ratios(kernel, inputs._replace(q=q, k=k, v=v, do=do, dlse=None), causal=True)
     assert max(ratios.values()) <= 1, ratios
-
-
-@pytest.mark.gpu
-def test_many_heads(device):
-    """More batch entries times heads than a grid's second axis could hold."""
-    q, k, v = (torch.randn(10923, 7, 5, 16, device=device, dtype=torch.float16) for _ in range(3))
-    torch.testing.assert_close(flash_attention(q, k, v), attention_reference(q, k, v)[0], rtol=2e-3, atol=2e-3)

@@ -4,14 +4,33 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
 
 import status  # noqa: E402
 
 
+@pytest.fixture(scope="module")
+def collected():
+    return status.collect_cases()
+
+
 def test_status_page_is_rendered_from_the_results():
     assert (ROOT / "book" / "status.md").read_text() == status.status_page(), "run make status"
+
+
+def test_robustness_page_is_rendered_from_the_ids_of_the_tests(collected):
+    assert (ROOT / "book" / "robustness.md").read_text() == status.robustness_page(collected), "run make status"
+
+
+def test_every_case_has_a_test(collected):
+    tested = [name for ids, _, _ in collected["tests"] for name in ids]
+    assert set(tested) == set(collected["cases"])
+    assert all(ids for ids, _, _ in collected["tests"]), "a test without an id in test_cases.py"
+    waiting = {name for ids, _, where in collected["tests"] for name in ids if where.startswith("waits")}
+    assert waiting == {"B39", "B83"}
 
 
 def test_readme_table_is_rendered_from_the_csv():
@@ -22,7 +41,19 @@ def test_recorded_gpu_run_is_green_and_complete():
     results = json.loads((ROOT / "tests" / "results" / "kernels.json").read_text())
     assert results["gpu"] and results["commit"] and results["counts"]["failed"] == 0 and results["counts"]["error"] == 0
     cases = [test for test in results["tests"] if "in_full" in test["test"]]
-    from test_kernels import FAMILY_CASES, GPU_CASES
+    from test_kernels import FAMILY_CASES, GPU_CASES, GPU_FEATURE_CASES
 
-    assert len(cases) == len(GPU_CASES) + len(FAMILY_CASES)
+    assert len(cases) == len(GPU_CASES) + len(FAMILY_CASES) + len(GPU_FEATURE_CASES)
     assert all(ratio <= 1 for test in cases for ratio in test["ratios"].values())
+    assert results["counts"]["skipped"] <= 2, "what waits for paged decoding, and nothing else"
+
+
+def test_recorded_fuzz_and_sanitizer_runs_found_nothing_but_what_was_planted():
+    fuzz, sanitizer, two_gpus = (
+        json.loads((ROOT / "tests" / "results" / f"{name}.json").read_text())
+        for name in ("fuzz", "sanitizer", "two_gpus")
+    )
+    assert fuzz["gpu"] and fuzz["cases"] >= 2000 and not fuzz["failures"]
+    runs = {(run["tool"], run["run"]): run["findings"] for run in sanitizer["runs"]}
+    assert sanitizer["gpu"] and runs["memcheck", "work"] == runs["racecheck", "work"] == 0 < runs["memcheck", "plant"]
+    assert two_gpus["gpu"] and two_gpus["counts"]["passed"] > 0 and two_gpus["counts"]["failed"] == 0

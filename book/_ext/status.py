@@ -1,10 +1,13 @@
-"""Render book/status.md and README's results table from what test runs and measurements recorded.
+"""Render book/status.md and README's results table from what was recorded, book/robustness.md from the tests' ids.
 
 python book/_ext/status.py
 """
 
 import json
 import re
+import subprocess
+import sys
+from collections import Counter
 from pathlib import Path
 
 from flashattn import cost
@@ -12,7 +15,15 @@ from flashattn.bench import DATA, load_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "results"
-TITLES = {"kernels": "Kernel tests on a GPU", "notebooks": "Notebooks on a GPU, under nbval"}
+TITLES = {
+    "kernels": "Kernel tests on a GPU",
+    "two_gpus": "Tests on two GPUs",
+    "fuzz": "Random cases on a GPU",
+    "sanitizer": "Under compute-sanitizer",
+    "notebooks": "Notebooks on a GPU, under nbval",
+}
+RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
+WHERE = {"two_gpus": "two GPUs", "gpu": "GPU"}
 BEGIN, END = "<!-- results: begin (make status writes this) -->", "<!-- results: end -->"
 
 
@@ -25,21 +36,45 @@ def kernel_section(results):
         for name, ratio in test["ratios"].items():
             kept = worst.setdefault(dtype, {}).get(name, -1)
             worst[dtype][name] = max(kept, ratio)
-    counts = results["counts"]
-    lines = [
-        f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped; {len(cases)} are cases "
-        "held to the error budget, each run twice for equal bits.",
+    return [
+        f"{counts_line(results)}; {len(cases)} are cases held to the error budget, each run twice for equal bits.",
         "",
         "Worst error as a share of the budget (1 is the limit):",
         "",
-        "| dtype | out | lse | dq | dk | dv |",
-        "|---|---|---|---|---|---|",
+        *budget_table(worst),
     ]
-    for dtype, ratios in sorted(worst.items()):
-        lines.append(
-            f"| {dtype} | " + " | ".join(f"{ratios[name]:.2f}" for name in ("out", "lse", "dq", "dk", "dv")) + " |"
-        )
+
+
+def budget_table(worst):
+    """Return the lines of a table of the worst shares of the budget, {dtype: {result: share}}."""
+    lines = ["| dtype | out | lse | dq | dk | dv |", "|---|---|---|---|---|---|"]
+    for dtype, shares in sorted(worst.items()):
+        lines.append(f"| {dtype} | " + " | ".join(f"{shares[name]:.2f}" for name in RESULT_NAMES) + " |")
     return lines
+
+
+def fuzz_section(results):
+    """Return the lines about one run of the fuzzer."""
+    return [
+        f"{results['cases']} cases drawn from seed {results['seed']}, lengths to {results['longest']}, each run twice: "
+        f"{results['cases'] - len(results['failures'])} within the error budget, finite and the same to the bit. "
+        "Worst error as a share of the budget:",
+        "",
+        *budget_table(results["worst"]),
+    ]
+
+
+def sanitizer_section(results):
+    """Return the lines about one run of compute-sanitizer."""
+    titles = {"work": f"{len(results['calls'])} calls, forward and backward", "plant": "a planted write past the end"}
+    lines = ["PyTorch's caching allocator is off, so that the end of a tensor is the end of its memory.", ""]
+    lines += ["| tool | what ran | findings |", "|---|---|---|"]
+    return lines + [f"| {run['tool']} | {titles[run['run']]} | {run['findings']} |" for run in results["runs"]]
+
+
+def counts_line(results):
+    """Return one line that counts the outcomes of a test run."""
+    return "{passed} passed, {failed} failed, {skipped} skipped".format(**results["counts"])
 
 
 def machine_line(results):
@@ -63,12 +98,9 @@ def status_page():
     for path in sorted(RESULTS.glob("*.json")):
         results = json.loads(path.read_text())
         lines += [f"## {TITLES[path.stem]}", "", machine_line(results), ""]
-        if any("ratios" in test for test in results["tests"]):
-            lines += kernel_section(results)
-        else:
-            counts = results["counts"]
-            lines += [f"{counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped."]
-        lines += [""]
+        sections = {"kernels": kernel_section, "fuzz": fuzz_section, "sanitizer": sanitizer_section}
+        section = sections.get(path.stem, lambda results: [counts_line(results) + "."])
+        lines += [*section(results), ""]
     lines += [
         "## This build",
         "",
@@ -82,6 +114,73 @@ def status_page():
     return "\n".join(lines)
 
 
+def collect_cases():
+    """Return what pytest collects from tests/test_cases.py, tests for GPUs included.
+
+    "cases" maps each id to [reports, rule], as tests/cases.py does; "tests" lists [ids, function, where it runs].
+    """
+    command = [sys.executable, __file__, "collect"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(done.stdout + done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def print_cases():
+    """Print what ``collect_cases`` returns, as the last line; it runs in a process of its own."""
+    import pytest
+
+    class Collector:
+        def pytest_collection_finish(self, session):
+            self.items = session.items
+
+    collector = Collector()
+    options = ["--collect-only", "--noconftest", "--quiet", "-p", "no:cacheprovider"]
+    status = pytest.main([str(ROOT / "tests" / "test_cases.py"), *options], plugins=[collector])
+    if status != pytest.ExitCode.OK:
+        sys.exit(int(status))
+    from cases import CASES  # pytest has put tests/ on the path
+
+    tests = [
+        (re.findall(r"\bB\d+\b", item.name.partition("[")[2]), item.originalname, where_it_runs(item))
+        for item in collector.items
+    ]
+    print(json.dumps(dict(cases=CASES, tests=tests)))
+
+
+def where_it_runs(item):
+    """Say where a collected test runs, from its marks."""
+    if any("waits" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skip")):
+        return "waits for paged decoding"
+    return next((where for mark, where in WHERE.items() if item.get_closest_marker(mark)), "everywhere")
+
+
+def robustness_page(collected):
+    """Return the text of book/robustness.md; collected is what ``collect_cases`` returns."""
+    lines = [
+        "# Robustness",
+        "",
+        "Each row is something that attention kernels have got wrong in public, with the reports, and what must hold",
+        "here instead. The last column names its tests in `tests/test_cases.py`, as pytest collects them, and how many",
+        "run everywhere (in Triton's interpreter where there is no GPU), on a GPU, or on two.",
+        "",
+        "| case | reported as | what must hold | tests |",
+        "|---|---|---|---|",
+    ]
+    for name, (reports, rule) in collected["cases"].items():
+        linked = re.sub(r"([\w.-]+/)([\w.-]+)#(\d+)", r"[\2#\3](https://github.com/\1\2/issues/\3)", reports)
+        counts = {}
+        for ids, test, where in collected["tests"]:
+            if name in ids:
+                counts.setdefault(test, Counter())[where] += 1
+        tests = (
+            f"`{test}` (" + ", ".join(f"{n} {where}" for where, n in places.items()) + ")"
+            for test, places in counts.items()
+        )
+        lines.append(f"| {name} | {linked} | {rule} | {', '.join(tests)} |")
+    return "\n".join([*lines, ""])
+
+
 def tflops(row):
     """Return a timed row's rate in TFLOP/s, by the convention of cost.attention_flops."""
     matmuls = {"forward": cost.FORWARD_MATMULS, "backward": cost.BACKWARD_MATMULS}[row["direction"]]
@@ -92,7 +191,7 @@ def tflops(row):
 def results_table():
     """Return README's table: TFLOP/s of each implementation on the shapes of suite core, from the recorded CSV."""
     lines = []
-    for path in sorted(DATA.glob("*.csv")):
+    for path in sorted(set(DATA.glob("*.csv")) - {DATA / "targets.csv"}):
         rows = load_rows(path.stem, suite="core", metric="time")
         if not rows:
             continue
@@ -127,6 +226,10 @@ def readme_text():
 
 
 if __name__ == "__main__":
-    (ROOT / "README.md").write_text(readme_text())
-    (ROOT / "book" / "status.md").write_text(status_page())
-    print("book/status.md and README.md rendered")
+    if sys.argv[1:] == ["collect"]:
+        print_cases()
+    else:
+        (ROOT / "README.md").write_text(readme_text())
+        (ROOT / "book" / "status.md").write_text(status_page())
+        (ROOT / "book" / "robustness.md").write_text(robustness_page(collect_cases()))
+        print("book/status.md, book/robustness.md and README.md rendered")
