@@ -66,8 +66,8 @@ def _load_row_stats(lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m,
     lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=mask_m, other=float("inf"))
     lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
     delta = tl.load(delta_ptr + row + offs_m, mask=mask_m, other=0.0)
-    lse_low = tl.zeros_like(delta)
-    dlse = tl.zeros_like(delta)
+    lse_low = tl.full(offs_m.shape, 0.0, tl.float32)  # x - 0 and x + -0 are x, and the compiler drops them
+    dlse = tl.full(offs_m.shape, -0.0, tl.float32)
     if lse_low_ptr is not None:
         lse_low = tl.load(lse_low_ptr + row + offs_m, mask=mask_m, other=0.0)
     if dlse_ptr is not None:
@@ -77,7 +77,7 @@ def _load_row_stats(lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m,
 
 @triton.jit
 def _recompute_p_ds(
-    a, b, da, db, lse_log2, lse_low, delta, dlse, bias_ptr, dlse_ptr, offs_m, offs_n, stride_bias_m, stride_bias_n,
+    a, b, da, db, lse_log2, lse_low, delta, dlse, bias_ptr, offs_m, offs_n, stride_bias_m, stride_bias_n,
     seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, MASK: tl.constexpr,
 ):  # fmt: skip
     """Return one tile of P = softmax(S) and of dS = P * (dP - delta + dLSE) * slope, with dP = dA dB^T.
@@ -89,14 +89,8 @@ def _recompute_p_ds(
     s_log2, slope = scores_from(dot(a, tl.trans(b)), score_scale, cap_log2)
     if bias_ptr is not None:
         s_log2 = add_bias(s_log2, bias_ptr, offs_m, offs_n, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k)
-    p_log2 = s_log2 - lse_log2
-    if bias_ptr is not None:
-        p_log2 -= lse_low
-    p = tl.exp2(p_log2)
-    dp = dot(da, tl.trans(db)) - delta
-    if dlse_ptr is not None:
-        dp += dlse
-    ds = p * dp
+    p = tl.exp2(s_log2 - lse_log2 - lse_low)
+    ds = p * (dot(da, tl.trans(db)) - delta + dlse)
     if cap_log2 is not None:
         ds *= slope
     if MASK:
@@ -127,7 +121,7 @@ def _attn_bwd_dkdv_inner(
             lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m, seqlen_q
         )
         p_t, ds_t = _recompute_p_ds(
-            k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :], bias_ptr, dlse_ptr,
+            k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :], bias_ptr,
             offs_m[None, :], offs_n[:, None], stride_bias_m, stride_bias_n,
             seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, MASK,
         )  # fmt: skip  # (BLOCK_N, BLOCK_M)
@@ -202,7 +196,7 @@ def _attn_bwd_dkdv_kernel(
 
 @triton.jit
 def _attn_bwd_dq_inner(
-    dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, dlse_ptr, bounds, start_m, offs_d, offs_dv,
+    dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, bounds, start_m, offs_d, offs_dv,
     stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
     seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
     HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -221,7 +215,7 @@ def _attn_bwd_dq_inner(
         k = load_tile(k_ptr, rows_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
         v = load_tile(v_ptr, rows_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
         _, ds = _recompute_p_ds(
-            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr, dlse_ptr,
+            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr,
             offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n,
             seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, MASK,
         )  # fmt: skip  # (BLOCK_M, BLOCK_N)
@@ -275,7 +269,7 @@ def _attn_bwd_dq_kernel(
     bounds = loop_bounds(start_m, length_k, length_k - length_q, window_left, window_right, BLOCK_M, BLOCK_N)
     for MASK in tl.static_range(2):
         dq = _attn_bwd_dq_inner(
-            dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, dlse_ptr, bounds, start_m, offs_d,
+            dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, bounds, start_m, offs_d,
             offs_dv, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
             length_q, length_k, window_left, window_right, score_scale, cap_log2,
             HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_M, BLOCK_N,
@@ -285,7 +279,7 @@ def _attn_bwd_dq_kernel(
 
 
 def attn_backward(
-    q, k, v, bias, out, lse, lse_log2, do, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *,
+    q, k, v, bias, out, lse_log2, lse_low, do, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *,
     scale, softcap, window_left, window_right,
 ):  # fmt: skip
     """Launch the backward kernels; they write dq, dk and dv. Arguments as for ``attn_forward``; dlse may be None."""
@@ -293,7 +287,7 @@ def attn_backward(
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     delta = lse_log2.new_empty(lse_log2.shape)
-    tensors = (q, k, v, bias, do, lse_log2, lse, delta, dlse)
+    tensors = (q, k, v, bias, do, lse_log2, lse_low, delta, dlse)
     offsets = (cu_seqlens_q, cu_seqlens_k)
     bias_strides = bias.stride() if bias is not None else NO_STRIDES
     strides = (*q.stride(), *k.stride(), *v.stride(), *bias_strides, *do.stride())

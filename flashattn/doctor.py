@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from .api import MAX_HEAD_DIM, flash_attention
-from .configs import INTERPRETER, SMALLEST_WITH_MATRIX_UNITS, Target, block_config, target_of
+from .configs import INTERPRETER, TRIED_WITH, Target, block_config, target_of
 from .testing import DTYPES, Case, assert_within_budget
 from .tiled import attention_tiled
 
@@ -217,7 +217,7 @@ def _why(kernel, dtype, target):
         return f"small blocks on the ordinary cores, which multiply fp32 in full ({shared})"
     if target.matrix_units == "none":
         return f"small blocks on the ordinary cores: no matrix units are used on {target.name} ({shared})"
-    if target.shared_bytes < SMALLEST_WITH_MATRIX_UNITS and kernel != "delta":
+    if target.shared_bytes < TRIED_WITH.get(target.matrix_units, 0) and kernel != "delta":
         return f"small blocks on the matrix units ({target.matrix_units}): there is little room, {shared}"
     return f"blocks for the matrix units ({target.matrix_units}) that fit {shared}"
 

@@ -63,7 +63,7 @@ def _attn_fwd_inner(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, lse_log2_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, lse_log2_ptr, lse_low_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -92,6 +92,8 @@ def _attn_fwd_kernel(
     out_ptr += batch * stride_ob + head * stride_oh + row_q * stride_om
     lse_ptr += (batch * n_heads + head) * seqlen_q + row_q
     lse_log2_ptr += (batch * n_heads + head) * seqlen_q + row_q
+    if lse_low_ptr is not None:
+        lse_low_ptr += (batch * n_heads + head) * seqlen_q + row_q
     if bias_ptr is not None:
         bias_ptr += batch * stride_bias_b + head * stride_bias_h
 
@@ -121,21 +123,22 @@ def _attn_fwd_kernel(
     l_i = tl.where(has_key, l_i, 1.0)
     store_tile(out_ptr, acc / l_i[:, None], offs_m, offs_dv, stride_om, stride_od, length_q, HEAD_DIM_V)
     lse_log2 = m_i + tl.log2(l_i)
-    lse = natural_log(lse_log2)
-    if bias_ptr is not None:
-        # No caller sees this lse. What lse_log2 lost in rounding takes its place: all of log2(l_i) where m_i is -1e38.
-        lse = tl.where(has_key, tl.log2(l_i) - (lse_log2 - m_i), 0.0)
-    tl.store(lse_ptr + offs_m, lse, mask=offs_m < length_q)
+    tl.store(lse_ptr + offs_m, natural_log(lse_log2), mask=offs_m < length_q)
     tl.store(lse_log2_ptr + offs_m, lse_log2, mask=offs_m < length_q)
+    if lse_low_ptr is not None:
+        # What lse_log2 lost in rounding: in fp32 it would show, and under a mask of -1e38 it is all of log2(l_i).
+        lse_low = tl.where(has_key, tl.log2(l_i) - (lse_log2 - m_i), 0.0)
+        tl.store(lse_low_ptr + offs_m, lse_low, mask=offs_m < length_q)
 
 
 def attn_forward(
-    q, k, v, bias, out, lse, lse_log2, cu_seqlens_q, cu_seqlens_k, *, scale, softcap, window_left, window_right
-):
-    """Launch the forward kernel on checked inputs; it writes out, lse and lse_log2. See ``flash_attention``.
+    q, k, v, bias, out, lse, lse_log2, lse_low, cu_seqlens_q, cu_seqlens_k, *,
+    scale, softcap, window_left, window_right,
+):  # fmt: skip
+    """Launch the forward kernel on checked inputs; it writes out, lse, lse_log2 and lse_low. See ``flash_attention``.
 
-    bias is None or (batch, n_heads, seqlen_q, seqlen_k): added to the scores, or, as uint8, 0 where hidden. With it lse
-    is what lse_log2 lost in rounding. The cu_seqlens are None, or the offsets of sequences packed into a batch of 1.
+    bias is None or (batch, n_heads, seqlen_q, seqlen_k): added to the scores, or, as uint8, 0 where hidden. lse_low may
+    be None. The cu_seqlens are None, or the offsets of sequences packed into a batch of 1.
     """
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
@@ -145,7 +148,7 @@ def attn_forward(
     if out.numel() == 0:
         return
     _attn_fwd_kernel[(grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),)](
-        q, k, v, bias, out, lse, lse_log2, cu_seqlens_q, cu_seqlens_k,
+        q, k, v, bias, out, lse, lse_log2, lse_low, cu_seqlens_q, cu_seqlens_k,
         *q.stride(), *k.stride(), *v.stride(), *(bias.stride() if bias is not None else NO_STRIDES), *out.stride(),
         n_heads, n_heads // n_heads_kv, n_sequences, seqlen_q, seqlen_k, window_left, window_right,
         *score_factors(scale, softcap), HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,

@@ -23,9 +23,9 @@ N_ARGUMENTS = 10
 def attention(*arguments):
     """Run attention on checked arguments, those of ARGUMENTS, differentiably; return (out, lse)."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not all(map(_is_plain, arguments)):
-        out, lse, _ = torch.ops.flashattn.forward(*arguments)
+        out, lse, *_ = torch.ops.flashattn.forward(*arguments)
     else:
-        out, lse, _ = _Attention.apply(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in arguments))
+        out, lse, *_ = _Attention.apply(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in arguments))
     return out, lse
 
 
@@ -63,13 +63,17 @@ def check_can_launch(q):
         )
 
 
-def _new_outputs(q, v):
-    """Allocate (out, lse, lse_log2). out keeps the order of q's dimensions in memory, without gaps."""
+def _new_outputs(q, v, bias):
+    """Allocate (out, lse, lse_log2, lse_low). out keeps the order of q's dimensions in memory, without gaps.
+
+    lse_low, what lse_log2 lost in rounding, is empty where nobody would see that: in half precision without a mask.
+    """
     order = sorted(range(4), key=q.stride, reverse=True)
     shape = (*q.shape[:3], v.shape[3])
     out = q.new_empty([shape[i] for i in order]).permute([order.index(i) for i in range(4)])
     lse = q.new_empty(shape[:3], dtype=torch.float32)
-    return out, lse, torch.empty_like(lse)
+    exact = bias is not None or q.dtype == torch.float32
+    return out, lse, torch.empty_like(lse), torch.empty_like(lse) if exact else lse.new_empty(0)
 
 
 def _new_gradients(q, k, v):
@@ -81,19 +85,37 @@ def _bytes(bias):
     return bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias
 
 
+def _or_none(lse_low):
+    return lse_low if lse_low.numel() else None
+
+
 def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right):
     check_can_launch(q)
     from .forward import attn_forward  # here, so that `import flashattn` needs no Triton
 
-    outputs = _new_outputs(q, v)
+    outputs = _new_outputs(q, v, bias)
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
-        attn_forward(q, k, v, _bytes(bias), *outputs, cu_seqlens_q, cu_seqlens_k, **options)
+        attn_forward(q, k, v, _bytes(bias), *outputs[:3], _or_none(outputs[3]), cu_seqlens_q, cu_seqlens_k, **options)
     return outputs
 
 
 def _backward(
-    do, dlse, out, lse, lse_log2, q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right
+    do,
+    dlse,
+    out,
+    lse_log2,
+    lse_low,
+    q,
+    k,
+    v,
+    bias,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    scale,
+    softcap,
+    window_left,
+    window_right,
 ):
     from .backward import attn_backward
 
@@ -103,16 +125,28 @@ def _backward(
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_backward(
-            q, k, v, _bytes(bias), out, lse, lse_log2, do, dlse, *gradients, cu_seqlens_q, cu_seqlens_k, **options
+            q,
+            k,
+            v,
+            _bytes(bias),
+            out,
+            lse_log2,
+            _or_none(lse_low),
+            do,
+            dlse,
+            *gradients,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            **options,
         )
     return gradients
 
 
 def _setup_context(ctx, inputs, output):
-    (out, lse, lse_log2), bias = output, inputs[3]
+    out, _, lse_log2, lse_low = output
     ctx.options = inputs[6:]
-    ctx.save_for_backward(out, lse if bias is not None else None, lse_log2, *inputs[:6])
-    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(out, lse_log2, lse_low, *inputs[:6])
+    ctx.mark_non_differentiable(lse_log2, lse_low)
     ctx.set_materialize_grads(False)
 
 
@@ -147,7 +181,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, do, dlse, _):
+    def backward(ctx, do, dlse, *_):
         if do is None and dlse is None:
             return (None,) * N_ARGUMENTS
         tensors = (do, dlse, *ctx.saved_tensors)
@@ -165,26 +199,26 @@ class _Attention(torch.autograd.Function):
         )
 
 
-torch.library.define("flashattn::forward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
+torch.library.define("flashattn::forward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 torch.library.define(
     "flashattn::backward",
-    f"(Tensor? do, Tensor? dlse, Tensor out, Tensor? lse, Tensor lse_log2, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
+    f"(Tensor? do, Tensor? dlse, Tensor out, Tensor lse_log2, Tensor lse_low, {ARGUMENTS}) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.impl("flashattn::forward", ("cpu", "cuda"), _forward)
 torch.library.impl("flashattn::backward", ("cpu", "cuda"), _backward)
 
 
 @torch.library.register_fake("flashattn::forward")
-def _fake_forward(q, k, v, *_):
-    return _new_outputs(q, v)
+def _fake_forward(q, k, v, bias, *_):
+    return _new_outputs(q, v, bias)
 
 
 @torch.library.register_fake("flashattn::backward")
-def _fake_backward(do, dlse, out, lse, lse_log2, q, k, v, *_):
+def _fake_backward(do, dlse, out, lse_log2, lse_low, q, k, v, *_):
     return _new_gradients(q, k, v)
 
 
-def _differentiate_forward(ctx, do, dlse, _):
+def _differentiate_forward(ctx, do, dlse, *_):
     if do is None and dlse is None:
         return (None,) * N_ARGUMENTS
     gradients = torch.ops.flashattn.backward(do, dlse, *ctx.saved_tensors, *ctx.options)

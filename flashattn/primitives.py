@@ -66,7 +66,10 @@ def dot(a, b, acc=None):
         N_CHUNKS: tl.constexpr = a.shape[1] // CHUNK
         a_chunks = tl.permute(tl.reshape(a, (a.shape[0], N_CHUNKS, CHUNK)), (1, 0, 2))
         b_chunks = tl.reshape(b, (N_CHUNKS, CHUNK, b.shape[1]))
-        c = tl.sum(tl.dot(a_chunks, b_chunks, input_precision="ieee"), axis=0)
+        c = tl.dot(a_chunks, b_chunks, input_precision="ieee")
+        for _ in tl.static_range(N_CHUNKS.bit_length() - 1):  # in pairs, so that the bits do not depend on the layout
+            c = tl.sum(tl.reshape(c, (c.shape[0] // 2, 2, a.shape[0], b.shape[1])), axis=1)
+        c = tl.reshape(c, (a.shape[0], b.shape[1]))
         if acc is not None:
             c += acc
     else:

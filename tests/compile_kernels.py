@@ -65,7 +65,7 @@ def signature_of(kernel, dtype, constants):
     return types, hints
 
 
-def absent_arguments(causal, extras):
+def absent_arguments(causal, dtype, extras):
     """Return the arguments that a call leaves out: they are None, and the compiler drops their code."""
     absent = set()
     if not causal:
@@ -75,7 +75,9 @@ def absent_arguments(causal, extras):
     if "softcap" not in extras:
         absent.add("cap_log2")
     if "bias" not in extras:
-        absent |= {"bias_ptr", "lse_low_ptr"}
+        absent.add("bias_ptr")
+        if dtype != "float32":
+            absent.add("lse_low_ptr")
     if "varlen" not in extras:
         absent |= {"cu_seqlens_q_ptr", "cu_seqlens_k_ptr", "n_sequences"}
     if "dlse" not in extras:
@@ -93,7 +95,7 @@ def compile_kernel(direction, head_dim, dtype, causal, target, extras=(), config
         HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=config.block_d, BLOCK_DV=config.block_dv,
     )  # fmt: skip
-    constants |= dict.fromkeys(absent_arguments(causal, extras))
+    constants |= dict.fromkeys(absent_arguments(causal, dtype, extras))
     # A unit stride arrives as the constant 1, as in a launch.
     constants |= {name: 1 for name in kernel.arg_names if name.startswith("stride") and name.endswith("d")}
     constants |= {"stride_bias_n": 1}

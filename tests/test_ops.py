@@ -61,9 +61,9 @@ def test_opcheck(kind, device):
     given = arguments(device, kind)
     torch.library.opcheck(torch.ops.flashattn.forward, given)
     plain = [x.detach() if isinstance(x, torch.Tensor) else x for x in given]
-    out, lse, lse_log2 = torch.ops.flashattn.forward(*plain)
+    out, _, lse_log2, lse_low = torch.ops.flashattn.forward(*plain)
     do = torch.randn_like(out).mT.contiguous().mT
-    torch.library.opcheck(torch.ops.flashattn.backward, (do, None, out, lse, lse_log2, *plain))
+    torch.library.opcheck(torch.ops.flashattn.backward, (do, None, out, lse_log2, lse_low, *plain))
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -222,7 +222,7 @@ def test_second_derivatives_are_refused_through_the_operator_too(transform, devi
     q, k, v = draw(device)
     raw = (None, None, None, 0.25, None, None, None)
     if transform == "operator":
-        out, _, _ = torch.ops.flashattn.forward(q, k, v, *raw)
+        out, *_ = torch.ops.flashattn.forward(q, k, v, *raw)
         (dq,) = torch.autograd.grad((out**2).sum(), q, create_graph=True)
         with pytest.raises(RuntimeError, match="cannot be differentiated again"):
             torch.autograd.grad(dq.sum(), k)
@@ -307,7 +307,7 @@ def test_output_keeps_the_order_of_dimensions_whatever_the_head_dimension_of_v(d
         inverse = [order.index(i) for i in range(4)]
         sizes = (2, 4, 20, 16)
         q = torch.empty([sizes[i] for i in order], device=device).permute(inverse)
-        out, _, _ = ops._new_outputs(q, torch.empty(2, 2, 9, 32, device=device))
+        out, *_ = ops._new_outputs(q, torch.empty(2, 2, 9, 32, device=device), None)
         assert out.shape == (2, 4, 20, 32)
         assert sorted(range(4), key=out.stride) == sorted(range(4), key=q.stride)
         assert out.permute(order).is_contiguous()
