@@ -304,7 +304,7 @@ def attn_backward(
             out, do, delta,
             *out.stride(), *do.stride(), n_heads, seqlen_q,
             HEAD_DIM_V=head_dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=cfg.block_dv,
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
         )  # fmt: skip
 
     cfg = blocks("dkdv")
@@ -313,7 +313,7 @@ def attn_backward(
             *tensors, dk, dv, *offsets, *strides, *dk.stride(), *dv.stride(), *sizes, *factors,
             HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d, BLOCK_DV=cfg.block_dv,
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
         )  # fmt: skip
 
     cfg = blocks("dq")
@@ -322,5 +322,5 @@ def attn_backward(
             *tensors, dq, *offsets, *strides, *dq.stride(), *sizes, *factors,
             HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
             BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d, BLOCK_DV=cfg.block_dv,
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+            num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
         )  # fmt: skip

@@ -25,7 +25,11 @@ class Target(NamedTuple):
 
 
 class BlockConfig(NamedTuple):
-    """A launch: block_m queries by block_n keys, head dimensions padded to block_d and block_dv, and its schedule."""
+    """A launch: block_m queries by block_n keys, head dimensions padded to block_d and block_dv, and its schedule.
+
+    fuse: whether the compiler may make one rounding of a product and a sum. In fp32 it may not: a score that the
+    backward pass rounds otherwise than the forward pass did is off by more than everything else.
+    """
 
     block_m: int
     block_n: int
@@ -33,6 +37,7 @@ class BlockConfig(NamedTuple):
     block_dv: int
     num_warps: int
     num_stages: int
+    fuse: bool
 
 
 # CUDA C++ Programming Guide, "Technical Specifications per Compute Capability", after opt-in; CDNA 3 ISA reference
@@ -105,7 +110,8 @@ def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
 
     Args:
         direction: "forward", "delta", "dkdv" or "dq".
-        head_dim, head_dim_v: 1 to 256; tiles are padded to the next power of two, at least 16.
+        head_dim, head_dim_v: 1 to 256; tiles are padded to the next power of two, at least 16 (on
+            Hopper's matrix units 64).
         dtype: torch.float16, torch.bfloat16 or torch.float32.
         target: a :class:`Target`.
         causal: whether the kernel skips keys after the diagonal.
@@ -113,9 +119,11 @@ def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
     Returns:
         A :class:`BlockConfig`.
     """
-    block_d, block_dv = (max(16, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
-    width = max(64, block_d, block_dv)
     on_matrix_units = dtype != torch.float32 and target.matrix_units != "none"
+    # With tiles 16 wide Triton 3.6 lets wgmma read past the end of shared memory.
+    narrowest = 64 if on_matrix_units and target.matrix_units == "wgmma" else 16
+    block_d, block_dv = (max(narrowest, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
+    width = max(64, block_d, block_dv)
     if target == INTERPRETER:
         choice = (64, 64, 4, 1)
     elif direction == "delta":
@@ -127,4 +135,4 @@ def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
     else:
         choice = (BLACKWELL if target.matrix_units == "tcgen05" else PORTABLE)[direction, width]
     block_m, block_n, num_warps, num_stages = choice
-    return BlockConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages)
+    return BlockConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages, fuse=dtype != torch.float32)

@@ -153,5 +153,5 @@ def attn_forward(
         n_heads, n_heads // n_heads_kv, n_sequences, seqlen_q, seqlen_k, window_left, window_right,
         *score_factors(scale, softcap), HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
         BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d, BLOCK_DV=cfg.block_dv,
-        num_warps=cfg.num_warps, num_stages=cfg.num_stages,
+        num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
     )  # fmt: skip

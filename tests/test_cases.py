@@ -1237,7 +1237,8 @@ def test_there_is_no_dropout(device):
 def test_one_gradient_for_each_argument(device):
     q, k, v, do, dlse = draw(device, 4, 4, 16, "fp32", heads_kv=2)
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    node = flash_attention(q, k, v).grad_fn
+    out = flash_attention(q, k, v)  # kept alive: with it the node would lose what it saved
+    node = out.grad_fn
     while "_Attention" not in type(node).__name__:
         node = node.next_functions[0][0]
     n_arguments = len(torch.ops.flashattn.forward.default._schema.arguments)

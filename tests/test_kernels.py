@@ -54,19 +54,27 @@ FEATURES = {
     "softcap": dict(softcap=3.0),
     "all": dict(causal=True, window=(150, None), softcap=20.0, scale=-0.3),
 }
-GPU_FEATURE_CASES = [
-    Case(n, m, d, dtype, head_dim_v=d_v, **features)
-    for d, d_v in [(64, 64), (128, 128), (192, 128), (40, 72), (64, 256)]
-    for dtype in DTYPES
-    for features in FEATURES.values()
-    for n, m in [(203, 330), (330, 203), (QUERIES, KEYS)]
-] + [
-    Case(QUERIES, KEYS, d, dtype, causal, heads, heads_kv)
-    for d in HEAD_DIMS
-    for dtype in DTYPES
-    for causal in (False, True)
-    for heads, heads_kv in HEADS
-]
+GPU_FEATURE_CASES = (
+    [
+        Case(n, m, d, dtype, head_dim_v=d_v, **features)
+        for d, d_v in [(64, 64), (128, 128), (192, 128), (40, 72), (64, 256)]
+        for dtype in DTYPES
+        for features in FEATURES.values()
+        for n, m in [(203, 330), (330, 203), (QUERIES, KEYS)]
+    ]
+    + [
+        Case(73, 265, d, dtype, heads=6, heads_kv=2, window=(10**9, 94), head_dim_v=d_v)  # narrow tiles
+        for d, d_v in [(33, 7), (8, 16), (16, 8), (32, 24), (24, 200)]
+        for dtype in DTYPES
+    ]
+    + [
+        Case(QUERIES, KEYS, d, dtype, causal, heads, heads_kv)
+        for d in HEAD_DIMS
+        for dtype in DTYPES
+        for causal in (False, True)
+        for heads, heads_kv in HEADS
+    ]
+)
 CPU_FEATURE_CASES = [
     Case(70, 150, 16, "fp16", heads=2, heads_kv=1, window=(37, None)),
     Case(150, 70, 16, "bf16", heads=2, heads_kv=1, window=(20, 3)),

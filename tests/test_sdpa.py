@@ -47,20 +47,26 @@ def results(attention, tensors, do, **options):
 
 
 def assert_like_torch(shapes, device, dtype=torch.float32, **options):
-    """Hold out and the gradients to the error budget, with PyTorch's math backend as both yardstick and, in fp64, truth."""
+    """Hold out and the gradients to the error budget, with PyTorch's math backend as both yardstick and, in fp64, truth.
+
+    On one query or a few keys the error of one draw is a matter of luck: the yardstick is the largest of four draws.
+    """
     torch.manual_seed(0)
-    tensors = [torch.randn(shape).to(device, dtype) for shape in shapes]
     wide = {name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for name, x in options.items()}
-    out = torchs_own(*tensors, **options)
-    do = torch.randn(out.shape).to(device, dtype)
-    truth = results(torchs_own, [x.double() for x in tensors], do, **wide)
-    own = results(torchs_own, tensors, do, **options)
+    budget = {}
+    for _ in range(4):
+        tensors = [torch.randn(shape).to(device, dtype) for shape in shapes]
+        do = torch.randn(torchs_own(*tensors, **options).shape).to(device, dtype)
+        truth = results(torchs_own, [x.double() for x in tensors], do, **wide)
+        own = results(torchs_own, tensors, do, **options)
+        for name, expected in truth.items():
+            size = expected.abs().max().item() if expected.numel() else 0.0
+            allowed = FACTOR[name] * max_error(own[name], expected) + torch.finfo(dtype).eps * size
+            budget[name] = max(budget.get(name, 0.0), allowed)
     actual = results(scaled_dot_product_attention, tensors, do, **options)
     for name, expected in truth.items():
         assert actual[name].shape == expected.shape and actual[name].dtype == dtype
-        size = expected.abs().max().item() if expected.numel() else 0.0
-        budget = FACTOR[name] * max_error(own[name], expected) + torch.finfo(dtype).eps * size
-        assert max_error(actual[name], expected) <= budget, name
+        assert max_error(actual[name], expected) <= budget[name], name
 
 
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -102,7 +102,7 @@ def test_table_has_the_blocks_of_configs():
             row["direction"], row["head_dim"], row["head_dim"], getattr(torch, row["dtype"]), TARGETS[row["target"]],
             causal=row["causal"],
         )  # fmt: skip
-        assert chosen == tuple(row[name] for name in chosen._fields), f"run make targets: {row}"
+        assert chosen[:-1] == tuple(row[name] for name in chosen._fields[:-1]), f"run make targets: {row}"
 
 
 @pytest.mark.parametrize("head_dim", [1, 16, 17, 64, 80, 128, 200, 256])
@@ -122,6 +122,6 @@ def test_unknown_targets_get_blocks_that_fit():
     small = block_config(
         "forward", 128, 128, torch.float16, configs.Target("sm_999", "mma", 49152), causal=True
     )  # fmt: skip
-    assert small[:2] + small[4:] == configs.SMALL[128]
+    assert small[:2] + small[4:6] == configs.SMALL[128]
     large = block_config("forward", 128, 128, torch.float16, configs.Target("sm_121", "mma", 101376), causal=True)
     assert large == block_config("forward", 128, 128, torch.float16, TARGETS["sm_120"], causal=True)
