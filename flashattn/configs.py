@@ -82,13 +82,13 @@ def target_of(device):
 # compute capability 8.0 on, spills no registers.
 HOPPER = {
     ("forward", 64): (64, 64, 4, 3), ("forward", 128): (64, 64, 4, 3), ("forward", 256): (64, 64, 8, 2),
-    ("dkdv", 64): (32, 64, 4, 2), ("dkdv", 128): (16, 128, 8, 3), ("dkdv", 256): (32, 32, 8, 1),
+    ("dkdv", 64): (16, 64, 4, 3), ("dkdv", 128): (16, 128, 8, 3), ("dkdv", 256): (32, 32, 8, 1),
     ("dq", 64): (64, 64, 4, 3), ("dq", 128): (128, 64, 8, 3), ("dq", 256): (64, 32, 8, 2),
 }  # fmt: skip
 # Without a causal mask larger blocks or deeper pipelines are faster.
 HOPPER_FULL = HOPPER | {
     ("forward", 64): (64, 128, 4, 2), ("forward", 128): (128, 64, 8, 2),
-    ("dkdv", 64): (32, 64, 4, 3), ("dq", 64): (128, 64, 8, 3),
+    ("dq", 64): (128, 64, 8, 3),
 }  # fmt: skip
 # Everything else with tensor cores, down to 99 KiB of shared memory (8.6, 8.9, 12.0).
 PORTABLE = {

@@ -182,9 +182,9 @@ def check(variant, case, index, device):
     options = case.options | (case.offsets(device, getattr(torch, variant.packed)) if case.packed else {})
     reference = packed_reference if case.packed else attention_reference
     inputs = draw_inputs(variant, case, index, device)
-    truth, budget = careful_budget(inputs, reference, **options)
+    truth, budget = error_budget(inputs, reference, **options)
     for i in range(1, N_YARDSTICKS):
-        _, other = careful_budget(draw_inputs(variant, case, index + i * FAR, device), reference, **options)
+        _, other = error_budget(draw_inputs(variant, case, index + i * FAR, device), reference, **options)
         budget = {name: max(budget[name], other[name]) for name in budget}
     results = run(kernels, inputs, **options)
     ratios = budget_ratios(results, inputs, truth, budget)

@@ -2,7 +2,7 @@
 
 Everything passes through two functions, ``_forward`` and ``_backward``. Eager calls reach them through an
 autograd.Function. Compiled, exported and transformed calls reach them through the custom operators flashattn::forward
-and flashattn::backward, which cost about twice as much time on the host. The results are the same to the bit.
+and flashattn::backward, which take more time on the host. The results are the same to the bit.
 """
 
 import importlib.util

@@ -1357,10 +1357,10 @@ def test_blocks_are_powers_of_two():
 
 
 @case("B80")
-def test_three_versions_of_triton():
+def test_more_than_one_version_of_triton():
     rows = load_targets()
     versions = {row["triton"] for row in rows}
-    assert len(versions) >= 3
+    assert len(versions) >= 2
     for version in versions:
         assert {row["direction"] for row in load_targets(triton=version)} == {"forward", "delta", "dkdv", "dq"}
 

@@ -22,7 +22,7 @@ from flashattn.testing import UNUSED_ROWS, Case, Inputs, make_inputs, max_error,
 
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 
-EXAMPLES, LONGEST = (100, 300) if HAS_GPU else (3, 80)
+EXAMPLES, LONGEST = (100, 300) if HAS_GPU else (4, 80)
 # In the interpreter an example takes a second, too long to look for a smaller one that fails.
 some_examples = settings(
     max_examples=EXAMPLES,
@@ -43,7 +43,7 @@ MENU = (
     Variant(64, 64, "fp16", "mixed", "left"),
     Variant(32, 32, "bf16", "rows", "both"),
 )
-EVERY_SIDE = ("", "left", "right", "both")
+EVERY_SIDE = ("right", "left", "both", "")
 # hypothesis takes what stands first for the simplest, and tries it first: here and below it is something that tells.
 EDGES = (70, 1, 65, 0, 64, 63, 2)
 
@@ -73,11 +73,11 @@ def inner(lo, hi):
 
 @st.composite
 def cases(draw, sides=EVERY_SIDE, softcap=True, packed=False, families=("gaussian", "low", "large"), rows=ROWS):
-    """Draw a case whose window has one of these sets of sides."""
+    """Draw a case whose window has one of these sets of sides, the simplest the first of them."""
     fitting = [x for x in MENU if runs_here(x) and x.sides in sides and (softcap or not x.softcap)]
-    variant = draw(st.sampled_from(fitting))
+    variant = draw(st.sampled_from(sorted(fitting, key=lambda x: sides.index(x.sides))))
     seqlen_q, seqlen_k = zip(*draw(PAIRS), strict=True) if packed else (draw(rows), draw(rows))
-    side = st.sampled_from((0, 1, 20, FAR)) | st.integers(0, LONGEST)
+    side = st.sampled_from((20, 0, 1, FAR)) | st.integers(0, LONGEST)
     left = draw(side) if variant.sides in ("left", "both") else None
     right = draw(side) if variant.sides in ("right", "both") else None
     causal = right is not None and draw(st.booleans())
@@ -143,11 +143,11 @@ def test_shifting_all_scores_of_a_row(device, drawn, seed):
 
 
 @some_examples
-@given(cases(sides=("",)), st.randoms(use_true_random=False))
-def test_order_of_the_keys(device, drawn, random):
+@given(cases(sides=("",)), st.integers(0, 2**16))
+def test_order_of_the_keys(device, drawn, seed):
     """Without a mask attention is a sum over keys: in another order out, lse and dq stay, dk and dv go along."""
     case, inputs = drawn.case, drawn.inputs(device)
-    order = torch.tensor(random.sample(range(case.seqlen_k), case.seqlen_k), dtype=torch.long, device=device)
+    order = torch.randperm(case.seqlen_k, generator=torch.Generator().manual_seed(seed)).to(device)
     k, v = (in_layout_of(x, x[:, :, order]) for x in (inputs.k, inputs.v))
     permuted = inputs._replace(k=k, v=v)
     expected, results = (run(kernels, x, **case.options) for x in (inputs, permuted))
@@ -212,7 +212,7 @@ def test_batch_entries_and_heads_are_alone(device, drawn, data):
 
 
 @some_examples
-@given(cases(sides=("right", "both")), st.data())
+@given(cases(sides=("both", "right")), st.data())
 def test_queries_in_two_parts(device, drawn, data):
     """Under a causal mask, with or without a window, the first queries need only the keys up to the last of them.
 
@@ -239,7 +239,7 @@ def test_queries_in_two_parts(device, drawn, data):
 
 
 @some_examples
-@given(cases(packed=True), st.data())
+@given(cases(("both", "right", "left", ""), packed=True), st.data())
 def test_packed_sequences_are_alone(device, drawn, data):
     """A packed sequence gives the bits it gives without the others, and agrees with flash_attention on it."""
     case, inputs = drawn.case, drawn.inputs(device)
@@ -274,7 +274,28 @@ def test_packed_sequences_are_alone(device, drawn, data):
 
 
 @some_examples
-@given(cases(families=("gaussian",), rows=ROWS.filter(bool)), st.data())
+@given(cases())
+def test_gradients_balance(device, drawn):
+    """q dq adds up to what k dk adds up to, since only their products count; do out to what v dv does: out is linear in v.
+
+    The sums go over one key head and its group; a term may be off by its factor times the budget.
+    """
+    case, inputs = drawn.case, drawn.inputs(device)
+    results = run(kernels, inputs, **case.options)
+    _, budget = careful_budget(inputs, attention_reference, **case.options)
+    tensors = {name: x.double() for name, x in (inputs._asdict() | results).items()}
+
+    def total(x):  # over rows and columns, and over the heads of a group
+        return x.sum(dim=(2, 3)).unflatten(1, (case.heads_kv, -1)).sum(dim=2)
+
+    for one, other in ((("q", "dq"), ("k", "dk")), (("do", "out"), ("v", "dv"))):
+        difference = total(tensors[one[0]] * tensors[one[1]]) - total(tensors[other[0]] * tensors[other[1]])
+        allowed = sum(total(tensors[x].abs()) * budget[result] for x, result in (one, other))
+        assert (difference.abs() <= allowed).all(), (one, other, difference, allowed)
+
+
+@some_examples
+@given(cases(("both", "left", "right", ""), families=("gaussian",), rows=ROWS.filter(bool)), st.data())
 def test_a_query_touches_what_it_sees(device, drawn, data):
     """Where the gradient of one row alone arrives, dv is not 0 for the keys that it sees and exactly 0 for all others.
 
@@ -307,7 +328,7 @@ def test_a_query_touches_what_it_sees(device, drawn, data):
 
 
 @some_examples
-@given(cases(sides=("right", "both")))
+@given(cases(sides=("both", "right")))
 def test_ways_to_say_causal(device, drawn):
     """causal=True, a window that ends at the query, and both at once are one mask."""
     inputs, options = drawn.inputs(device), drawn.case.options
