@@ -56,9 +56,9 @@ def load_targets(**wanted):
         wanted: keep only rows whose columns equal these values, as in ``target="sm_90", direction="forward"``.
 
     Returns:
-        A list of dicts: target, triton (the version that compiled it), direction, head_dim, dtype, causal, the launch
-        as in ``configs.BlockConfig``, shared_bytes of a block, registers of a thread, spill_stores_bytes of a thread,
-        and tensor_cores (whether it uses them).
+        A list of dicts with the keys target, triton (the version that compiled it), direction, head_dim, dtype, causal,
+        those of ``configs.BlockConfig``, shared_bytes of a block, registers of a thread, spill_stores_bytes of a
+        thread, and tensor_cores (whether it uses them).
     """
     with open(DATA / "targets.csv", newline="") as file:
         rows = list(csv.DictReader(file))
