@@ -1199,7 +1199,8 @@ def test_operators_pass_opcheck(name, device):
     options = (None, None, None, 0.25, None, None, 0)
     arguments = (q, k, v)
     if name == "backward":
-        arguments = (do, dlse, *torch.ops.flashattn.forward(q, k, v, *options), q, k, v)
+        out, _, lse_log2, lse_low = torch.ops.flashattn.forward(q, k, v, *options)
+        arguments = (do, dlse, out, lse_log2, lse_low, q, k, v)
     else:
         arguments = tuple(x.detach().requires_grad_() for x in arguments)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
