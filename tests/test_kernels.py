@@ -80,6 +80,7 @@ CPU_FEATURE_CASES = [
     Case(150, 70, 16, "bf16", heads=2, heads_kv=1, window=(20, 3)),
     Case(130, 200, 16, "fp32", True, 2, 1, window=(70, 0)),
     Case(65, 70, 32, "fp32", heads=2, heads_kv=2, softcap=3.0),
+    Case(40, 40, 80, "fp32", heads=6, heads_kv=2, family="low", softcap=1.37),  # negative and far past the cap
     Case(65, 130, 16, "bf16", True, 2, 1, window=(100, None), softcap=20.0, scale=-0.3),
     Case(65, 70, 24, "fp16", heads=2, heads_kv=1, head_dim_v=40),
     Case(65, 70, 80, "fp32", True, 2, 2, head_dim_v=16),
