@@ -152,24 +152,6 @@ def kernels(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **options):
     return flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=True, **options)
 
 
-def careful_budget(inputs, reference, **options):
-    """Return ``error_budget``, with an allowance in fp32, where eager alone is no safe yardstick.
-
-    On a few rows eager can be lucky, and on small shapes it adds in another order. A score is a sum of head_dim
-    products, so rounding shifts it by about eps * sqrt(head_dim) * scale * |q| |k| (Cauchy and Schwarz): the relative
-    error of its exponential, and of a result made of these. One eps more is for the product with v.
-    """
-    truth, budget = error_budget(inputs, reference, **options)
-    if inputs.q.dtype == torch.float32:
-        norm_q, norm_k = (x.nan_to_num().norm(dim=-1).max().item() if x.numel() else 0.0 for x in (inputs.q, inputs.k))
-        head_dim, scale = inputs.q.shape[-1], options.get("scale")
-        scale = head_dim**-0.5 if scale is None else abs(scale)
-        share = torch.finfo(torch.float32).eps * (1 + math.sqrt(head_dim) * scale * norm_q * norm_k)
-        for name, x in truth.items():
-            budget[name] += share * (x.masked_fill(x.isinf(), 0).abs().max().item() if x.numel() else 0.0)
-    return truth, budget
-
-
 def draw_inputs(variant, case, seed, device):
     """Draw the inputs of a case; the gradient of a result that none arrives at is None."""
     inputs = make_inputs(case, device, seed, LAYOUTS[variant.layout], ROW_MULTIPLE)
