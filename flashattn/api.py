@@ -70,7 +70,7 @@ def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=N
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors({"q": q, "k": k, "v": v}, DENSE)
-    options = _check_options(q, causal, scale, window, softcap, return_lse)
+    q, options = _check_options(q, causal, scale, window, softcap, return_lse)
     out, lse = attention(q, k, v, None, None, None, *options)
     return (out, lse) if return_lse else out
 
@@ -110,7 +110,7 @@ def flash_attention_varlen(
     for name, x in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if x is not None and (isinstance(x, bool) or not isinstance(x, int)):
             raise TypeError(f"`{name}` must be an int or None, got {x!r}")
-    options = _check_options(q, causal, scale, window, softcap, return_lse)
+    q, options = _check_options(q, causal, scale, window, softcap, return_lse)
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
     out, lse = attention(q, k, v, None, cu_seqlens_q, cu_seqlens_k, *options)
     out = out.squeeze(0).transpose(0, 1)
@@ -185,7 +185,7 @@ def scaled_dot_product_attention(
     query, key, value = named.values()
     seqlen_q, seqlen_k = query.shape[2], key.shape[2]
     bias = _check_attn_mask(attn_mask, is_causal, (*leading, seqlen_q, seqlen_k), query.device)
-    scale = _check_scale(scale, query.shape[3])
+    query, scale = _check_scale(query, scale)
     # The kernels align the last query with the last key; this right edge aligns the first with the first.
     window_right = seqlen_q - seqlen_k if is_causal else None
     out, _ = attention(query, key, value, bias, None, None, scale, None, None, window_right)
@@ -290,11 +290,11 @@ def _check_offsets(q, *offsets):
 
 
 def _check_options(q, causal, scale, window, softcap, return_lse):
-    """Return (scale, softcap, window_left, window_right) as the kernels take them."""
+    """Return q and (scale, softcap, window_left, window_right) as the kernels take them."""
     for name, flag in (("causal", causal), ("return_lse", return_lse)):
         if not isinstance(flag, bool):
             raise TypeError(f"`{name}` must be True or False, got {flag!r}")
-    scale = _check_scale(scale, q.shape[-1])
+    q, scale = _check_scale(q, scale)
     if softcap is not None:
         if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
             raise TypeError(f"`softcap` must be a number or None, got {type(softcap).__name__}")
@@ -304,17 +304,20 @@ def _check_options(q, causal, scale, window, softcap, return_lse):
     left, right = _check_window(window)
     if causal:
         right = 0  # a window's right side is at least 0
-    return scale, softcap, left, right
+    return q, (scale, softcap, left, right)
 
 
-def _check_scale(scale, head_dim):
+def _check_scale(q, scale):
+    """Return q and a scale over 0: the kernels find the maximum of a row of q k before they multiply it."""
     if scale is None:
-        return 1 / math.sqrt(head_dim)
+        return q, 1 / math.sqrt(q.shape[-1])
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise TypeError(f"`scale` must be a number or None, got {type(scale).__name__}")
     if not abs(scale) < 2.0**127:  # also false for NaN; the kernels need scale * log2(e) as an fp32 number
         raise ValueError(f"`scale` must be a finite fp32 number below 2**127 in size, got {scale}")
-    return float(scale)
+    if abs(scale) < 2.0**-120:
+        return q * 0, 1.0
+    return (q, float(scale)) if scale > 0 else (-q, -float(scale))
 
 
 def _check_window(window):

@@ -12,18 +12,21 @@ from .primitives import (
     NO_STRIDES,
     SIZES,
     add_bias,
+    boxes_fit,
+    boxes_of,
     dot,
     grid_blocks,
+    load_rows,
     load_tile,
     locate_block,
     loop_bounds,
-    masked_or_full,
     round_to,
     rows_to_load,
     score_factors,
     score_mask,
     scores_from,
     sequence_rows,
+    stats_row,
     store_tile,
 )
 
@@ -47,25 +50,31 @@ def _attn_bwd_delta_kernel(
     out_ptr += batch * stride_ob + head * stride_oh
     do_ptr += batch * stride_dob + head * stride_doh
 
-    out = load_tile(out_ptr, offs_m, offs_dv, stride_om, stride_od, seqlen_q, HEAD_DIM_V, True)
-    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q, HEAD_DIM_V, True)
+    out = load_tile(out_ptr, offs_m, offs_dv, stride_om, stride_od, seqlen_q, HEAD_DIM_V)
+    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q, HEAD_DIM_V)
     # The diagonal of dO O^T adds in the same order as dP = dO V^T. A row that sees one key has O = V, so dP - delta is
     # exactly 0 there, as it must be; a plain sum leaves the rounding of numbers the size of dO V.
     diagonal = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
     delta = tl.sum(tl.where(diagonal, dot(do, tl.trans(out)), 0.0), axis=1)
-    tl.store(delta_ptr + (batch * n_heads + head) * seqlen_q + offs_m, delta, mask=offs_m < seqlen_q)
+    tl.store(delta_ptr + stats_row(batch, head, n_heads, seqlen_q) + offs_m, delta, mask=offs_m < seqlen_q)
 
 
 @triton.jit
-def _load_row_stats(lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m, seqlen_q):
-    """Load the base-2 lse, what it lost in rounding, delta and dlse, for the rows offs_m from row on.
+def _load_row_stats(
+    lse_log2_desc, delta_desc, batch, head, start, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m, seqlen_q
+):
+    """Load the base-2 lse, what it lost in rounding, delta and dlse of BLOCK_M rows, of which the first is start.
 
-    Rows that do not exist, or see no key, get lse = inf, which makes their p = 0.
+    lse is infinite for a row that sees no key, which makes its p = 0. Rows that do not exist get any value.
     """
     mask_m = offs_m < seqlen_q
-    lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=mask_m, other=float("inf"))
-    lse_log2 = tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
-    delta = tl.load(delta_ptr + row + offs_m, mask=mask_m, other=0.0)
+    if lse_log2_desc is not None:
+        head_and_row = [batch.to(tl.int32), head.to(tl.int32), start]
+        lse_log2 = tl.reshape(lse_log2_desc.load(head_and_row), offs_m.shape)
+        delta = tl.reshape(delta_desc.load(head_and_row), offs_m.shape)
+    else:
+        lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=mask_m, other=float("inf"))
+        delta = tl.load(delta_ptr + row + offs_m, mask=mask_m, other=0.0)
     lse_low = tl.full(offs_m.shape, 0.0, tl.float32)  # x - 0 and x + -0 are x, and the compiler drops them
     dlse = tl.full(offs_m.shape, -0.0, tl.float32)
     if lse_low_ptr is not None:
@@ -78,7 +87,7 @@ def _load_row_stats(lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m,
 @triton.jit
 def _recompute_p_ds(
     a, b, da, db, lse_log2, lse_low, delta, dlse, bias_ptr, offs_m, offs_n, stride_bias_m, stride_bias_n,
-    seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, MASK: tl.constexpr,
+    seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, is_masked,
 ):  # fmt: skip
     """Return one tile of P = softmax(S) and of dS = P * (dP - delta + dLSE) * slope, with dP = dA dB^T.
 
@@ -86,14 +95,15 @@ def _recompute_p_ds(
     (a, b, da, db) = (q, k, do, v) the tile is (queries, keys); with (k, q, v, do) it is its transpose, which is what dK
     and dV multiply with. Row statistics and offsets come shaped to broadcast against the tile.
     """
-    s_log2, slope = scores_from(dot(a, tl.trans(b)), score_scale, cap_log2)
+    s, factor, slope = scores_from(dot(a, tl.trans(b)), score_scale, cap_log2)
+    s_log2 = s * factor
     if bias_ptr is not None:
         s_log2 = add_bias(s_log2, bias_ptr, offs_m, offs_n, stride_bias_m, stride_bias_n, seqlen_q, seqlen_k)
     p = tl.exp2(s_log2 - lse_log2 - lse_low)
     ds = p * (dot(da, tl.trans(db)) - delta + dlse)
     if cap_log2 is not None:
         ds *= slope
-    if MASK:
+    if is_masked:
         visible = score_mask(offs_m, offs_n, seqlen_k, seqlen_k - seqlen_q, window_left, window_right)
         visible = visible & (offs_m < seqlen_q)  # a query that is not there is 0, and 0 times an infinite key NaN
         p = tl.where(visible, p, 0.0)
@@ -101,39 +111,10 @@ def _recompute_p_ds(
     return p, ds
 
 
-@triton.jit
-def _attn_bwd_dkdv_inner(
-    dk, dv, k, v, q_ptr, do_ptr, bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, bounds,
-    offs_n, offs_d, offs_dv, stride_qm, stride_qd, stride_dom, stride_dod, stride_bias_m, stride_bias_n,
-    seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Add to dk and dv what the queries within bounds contribute that see all keys, or with MASK=True the others.
-
-    Invariant, over the queries seen so far: dv = P^T dO, dk = dS^T Q (without the scale).
-    """
-    lo, hi, hole, skip = masked_or_full(*bounds, MASK)
-    for start_m in tl.range(lo, hi, BLOCK_M):
-        offs_m = tl.where(start_m < hole, start_m, start_m + skip) + tl.arange(0, BLOCK_M)
-        q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q, HEAD_DIM, MASK)  # (BLOCK_M, BLOCK_D)
-        do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q, HEAD_DIM_V, MASK)
-        lse_log2, lse_low, delta, dlse = _load_row_stats(
-            lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m, seqlen_q
-        )
-        p_t, ds_t = _recompute_p_ds(
-            k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :], bias_ptr,
-            offs_m[None, :], offs_n[:, None], stride_bias_m, stride_bias_n,
-            seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, MASK,
-        )  # fmt: skip  # (BLOCK_N, BLOCK_M)
-        dv = dot(round_to(p_t, do.dtype), do, dv)
-        dk = dot(round_to(ds_t, q.dtype), q, dk)
-    return dk, dv
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, do_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dk_ptr, dv_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, q_desc, do_desc, lse_log2_desc, delta_desc,
+    bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dk_ptr, dv_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -168,65 +149,52 @@ def _attn_bwd_dkdv_kernel(
     offs_dv = tl.arange(0, BLOCK_DV)
     shift = length_k - length_q
 
-    k = load_tile(k_ptr, offs_n, offs_d, stride_kn, stride_kd, length_k, HEAD_DIM, True)  # (BLOCK_N, BLOCK_D)
-    v = load_tile(v_ptr, offs_n, offs_dv, stride_vn, stride_vd, length_k, HEAD_DIM_V, True)  # (BLOCK_N, BLOCK_DV)
+    k = load_tile(k_ptr, offs_n, offs_d, stride_kn, stride_kd, length_k, HEAD_DIM)  # (BLOCK_N, BLOCK_D)
+    v = load_tile(v_ptr, offs_n, offs_dv, stride_vn, stride_vd, length_k, HEAD_DIM_V)  # (BLOCK_N, BLOCK_DV)
     dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_DV], dtype=tl.float32)
 
+    # Invariant, over the queries seen so far: dv = P^T dO, dk = dS^T Q (without the scale).
     # Queries where, in the other two kernels, there are keys: the same bounds, seen from the other side.
-    bounds = loop_bounds(start_n, length_q, -shift, window_right, window_left, BLOCK_N, BLOCK_M)
+    begin, full_begin, full_end, end = loop_bounds(
+        start_n, length_q, -shift, window_right, window_left, BLOCK_N, BLOCK_M
+    )
     for i in tl.range(group):
         head = head_kv * group + i
         head_bias_ptr = bias_ptr
         if bias_ptr is not None:
             head_bias_ptr += batch * stride_bias_b + head * stride_bias_h
-        for MASK in tl.static_range(2):
-            dk, dv = _attn_bwd_dkdv_inner(
-                dk, dv, k, v, q_ptr + head * stride_qh, do_ptr + head * stride_doh, head_bias_ptr,
-                lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, (batch * n_heads + head) * seqlen_q + row_q,
-                bounds, offs_n, offs_d, offs_dv,
-                stride_qm, stride_qd, stride_dom, stride_dod, stride_bias_m, stride_bias_n,
-                length_q, length_k, window_left, window_right, score_scale, cap_log2,
-                HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_M,
+        for start_m in tl.range(begin, end, BLOCK_M):
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            q = load_rows(  # (BLOCK_M, BLOCK_D)
+                q_desc, batch, head, start_m,
+                q_ptr + head * stride_qh, offs_m, offs_d, stride_qm, stride_qd, length_q, HEAD_DIM,
             )  # fmt: skip
+            do = load_rows(  # (BLOCK_M, BLOCK_DV)
+                do_desc, batch, head, start_m,
+                do_ptr + head * stride_doh, offs_m, offs_dv, stride_dom, stride_dod, length_q, HEAD_DIM_V,
+            )  # fmt: skip
+            lse_log2, lse_low, delta, dlse = _load_row_stats(
+                lse_log2_desc, delta_desc, batch, head, start_m, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
+                stats_row(batch, head, n_heads, seqlen_q) + row_q, offs_m, length_q,
+            )  # fmt: skip
+            p_t, ds_t = _recompute_p_ds(  # (BLOCK_N, BLOCK_M)
+                k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :], head_bias_ptr,
+                offs_m[None, :], offs_n[:, None], stride_bias_m, stride_bias_n,
+                length_q, length_k, window_left, window_right, score_scale, cap_log2,
+                (start_m < full_begin) | (start_m >= full_end),
+            )  # fmt: skip
+            dv = dot(round_to(p_t, do.dtype), do, dv)
+            dk = dot(round_to(ds_t, q.dtype), q, dk)
 
     store_tile(dk_ptr, dk * scale, offs_n, offs_d, stride_dkn, stride_dkd, length_k, HEAD_DIM)
     store_tile(dv_ptr, dv, offs_n, offs_dv, stride_dvn, stride_dvd, length_k, HEAD_DIM_V)
 
 
-@triton.jit
-def _attn_bwd_dq_inner(
-    dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, bounds, start_m, offs_d, offs_dv,
-    stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
-    seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Add to dq what the keys within bounds contribute that all rows see, or with MASK=True the others.
-
-    Invariant, over the keys seen so far: dq = dS K (without the scale).
-    """
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    lo, hi, hole, skip = masked_or_full(*bounds, MASK)
-    for start_n in tl.range(lo, hi, BLOCK_N):
-        offs_n = tl.where(start_n < hole, start_n, start_n + skip) + tl.arange(0, BLOCK_N)
-        rows_n = offs_n
-        if MASK:
-            rows_n = rows_to_load(offs_n, start_m, seqlen_q, seqlen_k, window_left, window_right, BLOCK_M)
-        k = load_tile(k_ptr, rows_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM, MASK)  # (BLOCK_N, BLOCK_D)
-        v = load_tile(v_ptr, rows_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V, MASK)  # (BLOCK_N, BLOCK_DV)
-        _, ds = _recompute_p_ds(
-            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr,
-            offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n,
-            seqlen_q, seqlen_k, window_left, window_right, score_scale, cap_log2, MASK,
-        )  # fmt: skip  # (BLOCK_M, BLOCK_N)
-        dq = dot(round_to(ds, k.dtype), k, dq)
-    return dq
-
-
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, do_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dq_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, k_desc, v_desc,
+    bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -247,9 +215,10 @@ def _attn_bwd_dq_kernel(
         cu_seqlens_q_ptr, n_sequences, seqlen_q, n_heads, BLOCK_M, LAST_FIRST=True
     )
     row_k, length_k = sequence_rows(cu_seqlens_k_ptr, sequence, n_sequences, seqlen_k)
+    head_kv = head // group
     q_ptr += batch * stride_qb + head * stride_qh + row_q * stride_qm
-    k_ptr += batch * stride_kb + head // group * stride_kh + row_k * stride_kn
-    v_ptr += batch * stride_vb + head // group * stride_vh + row_k * stride_vn
+    k_ptr += batch * stride_kb + head_kv * stride_kh + row_k * stride_kn
+    v_ptr += batch * stride_vb + head_kv * stride_vh + row_k * stride_vn
     do_ptr += batch * stride_dob + head * stride_doh + row_q * stride_dom
     dq_ptr += batch * stride_dqb + head * stride_dqh + row_q * stride_dqm
     if bias_ptr is not None:
@@ -259,21 +228,34 @@ def _attn_bwd_dq_kernel(
     offs_d = tl.arange(0, BLOCK_D)
     offs_dv = tl.arange(0, BLOCK_DV)
 
-    q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, length_q, HEAD_DIM, True)  # (BLOCK_M, BLOCK_D)
-    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, length_q, HEAD_DIM_V, True)  # (BLOCK_M, BLOCK_DV)
+    q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, length_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, length_q, HEAD_DIM_V)  # (BLOCK_M, BLOCK_DV)
     lse_log2, lse_low, delta, dlse = _load_row_stats(
-        lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, (batch * n_heads + head) * seqlen_q + row_q, offs_m, length_q
-    )
+        None, None, batch, head, start_m, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
+        stats_row(batch, head, n_heads, seqlen_q) + row_q, offs_m, length_q,
+    )  # fmt: skip
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
-    bounds = loop_bounds(start_m, length_k, length_k - length_q, window_left, window_right, BLOCK_M, BLOCK_N)
-    for MASK in tl.static_range(2):
-        dq = _attn_bwd_dq_inner(
-            dq, q, do, lse_log2, lse_low, delta, dlse, k_ptr, v_ptr, bias_ptr, bounds, start_m, offs_d,
-            offs_dv, stride_kn, stride_kd, stride_vn, stride_vd, stride_bias_m, stride_bias_n,
+    # Invariant, over the keys seen so far: dq = dS K (without the scale).
+    begin, full_begin, full_end, end = loop_bounds(
+        start_m, length_k, length_k - length_q, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+    for start_n in tl.range(begin, end, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        rows_n = rows_to_load(offs_n, start_m, length_q, length_k, window_left, window_right, BLOCK_M)
+        k = load_rows(  # (BLOCK_N, BLOCK_D)
+            k_desc, batch, head_kv, start_n, k_ptr, rows_n, offs_d, stride_kn, stride_kd, length_k, HEAD_DIM
+        )
+        v = load_rows(  # (BLOCK_N, BLOCK_DV)
+            v_desc, batch, head_kv, start_n, v_ptr, rows_n, offs_dv, stride_vn, stride_vd, length_k, HEAD_DIM_V
+        )
+        _, ds = _recompute_p_ds(  # (BLOCK_M, BLOCK_N)
+            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr,
+            offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n,
             length_q, length_k, window_left, window_right, score_scale, cap_log2,
-            HEAD_DIM, HEAD_DIM_V, MASK == 1, BLOCK_M, BLOCK_N,
+            (start_n < full_begin) | (start_n >= full_end),
         )  # fmt: skip
+        dq = dot(round_to(ds, k.dtype), k, dq)
 
     store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, length_q, HEAD_DIM)
 
@@ -287,7 +269,9 @@ def attn_backward(
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     delta = lse_log2.new_empty(lse_log2.shape)
-    tensors = (q, k, v, bias, do, lse_log2, lse_low, delta, dlse)
+    target = target_of(q.device)
+    sequences = (n_sequences, seqlen_k - seqlen_q, window_left, window_right)
+    statistics = (bias, lse_log2, lse_low, delta, dlse)
     offsets = (cu_seqlens_q, cu_seqlens_k)
     bias_strides = bias.stride() if bias is not None else NO_STRIDES
     strides = (*q.stride(), *k.stride(), *v.stride(), *bias_strides, *do.stride())
@@ -295,32 +279,33 @@ def attn_backward(
     factors = (scale, *score_factors(scale, softcap))
 
     def blocks(direction):
-        causal = window_right is not None
-        return block_config(direction, head_dim, head_dim_v, q.dtype, target_of(q.device), causal=causal)
+        return block_config(direction, head_dim, head_dim_v, q.dtype, target, causal=window_right is not None)
 
     cfg = blocks("delta")
     if grid := grid_blocks(batch, n_heads, seqlen_q, cfg.block_m):
         _attn_bwd_delta_kernel[(grid,)](
-            out, do, delta,
-            *out.stride(), *do.stride(), n_heads, seqlen_q,
-            HEAD_DIM_V=head_dim_v, BLOCK_M=cfg.block_m, BLOCK_DV=cfg.block_dv,
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
+            out, do, delta, *out.stride(), *do.stride(), n_heads, seqlen_q, HEAD_DIM_V=head_dim_v,
+            **{name: value for name, value in cfg.launch().items() if name not in ("BLOCK_N", "BLOCK_D")},
         )  # fmt: skip
 
-    cfg = blocks("dkdv")
     if dk.numel():
+        boxes = boxes_fit(target, (q, do), bias, *sequences)
+        cfg = blocks("dkdv")
+        stats_box = (1, 1, cfg.block_m)
+        descriptors = boxes_of(
+            boxes, (q, (*stats_box, cfg.block_d)), (do, (*stats_box, cfg.block_dv)),
+            (lse_log2, stats_box), (delta, stats_box),
+        )  # fmt: skip
         _attn_bwd_dkdv_kernel[(grid_blocks(batch, n_heads_kv, seqlen_k, cfg.block_n, n_sequences),)](
-            *tensors, dk, dv, *offsets, *strides, *dk.stride(), *dv.stride(), *sizes, *factors,
-            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d, BLOCK_DV=cfg.block_dv,
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
+            q, k, v, do, *descriptors, *statistics, dk, dv, *offsets, *strides, *dk.stride(), *dv.stride(),
+            *sizes, *factors, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, **cfg.launch(),
         )  # fmt: skip
 
-    cfg = blocks("dq")
     if dq.numel():
+        boxes = boxes_fit(target, (k, v), bias, *sequences)
+        cfg = blocks("dq")
+        descriptors = boxes_of(boxes, (k, (1, 1, cfg.block_n, cfg.block_d)), (v, (1, 1, cfg.block_n, cfg.block_dv)))
         _attn_bwd_dq_kernel[(grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),)](
-            *tensors, dq, *offsets, *strides, *dq.stride(), *sizes, *factors,
-            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v,
-            BLOCK_M=cfg.block_m, BLOCK_N=cfg.block_n, BLOCK_D=cfg.block_d, BLOCK_DV=cfg.block_dv,
-            num_warps=cfg.num_warps, num_stages=cfg.num_stages, enable_fp_fusion=cfg.fuse,
+            q, k, v, do, *descriptors, *statistics, dq, *offsets, *strides, *dq.stride(), *sizes, *factors,
+            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, **cfg.launch(),
         )  # fmt: skip

@@ -21,7 +21,7 @@ N_ARGUMENTS = 10
 
 
 def attention(*arguments):
-    """Run attention on checked arguments, those of ARGUMENTS, differentiably; return (out, lse)."""
+    """Run attention on checked arguments, those of ARGUMENTS, differentiably; return (out, lse). scale is over 0."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not all(map(_is_plain, arguments)):
         out, lse, *_ = torch.ops.flashattn.forward(*arguments)
     else:
@@ -67,13 +67,15 @@ def _new_outputs(q, v, bias):
     """Allocate (out, lse, lse_log2, lse_low). out keeps the order of q's dimensions in memory, without gaps.
 
     lse_low, what lse_log2 lost in rounding, is empty where nobody would see that: in half precision without a mask.
+    In the last two each head has room for a multiple of 4 rows, 16 bytes, as copies of boxes want it.
     """
     order = sorted(range(4), key=q.stride, reverse=True)
     shape = (*q.shape[:3], v.shape[3])
     out = q.new_empty([shape[i] for i in order]).permute([order.index(i) for i in range(4)])
     lse = q.new_empty(shape[:3], dtype=torch.float32)
     exact = bias is not None or q.dtype == torch.float32
-    return out, lse, torch.empty_like(lse), torch.empty_like(lse) if exact else lse.new_empty(0)
+    lse_log2 = lse.new_empty((*q.shape[:2], (q.shape[2] + 3) // 4 * 4))
+    return out, lse, lse_log2, torch.empty_like(lse_log2) if exact else lse.new_empty(0)
 
 
 def _new_gradients(q, k, v):
@@ -97,48 +99,28 @@ def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_l
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_forward(q, k, v, _bytes(bias), *outputs[:3], _or_none(outputs[3]), cu_seqlens_q, cu_seqlens_k, **options)
+        for room in (x[..., q.shape[2] :] for x in outputs[2:]):
+            if room.numel():  # no row of the kernel's: the same in every call all the same
+                room.zero_()
     return outputs
 
 
 def _backward(
-    do,
-    dlse,
-    out,
-    lse_log2,
-    lse_low,
-    q,
-    k,
-    v,
-    bias,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    scale,
-    softcap,
-    window_left,
-    window_right,
-):
+    do, dlse, out, lse_log2, lse_low,
+    q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right,
+):  # fmt: skip
     from .backward import attn_backward
 
     gradients = _new_gradients(q, k, v)
     do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
-    dlse = None if dlse is None else dlse.resolve_neg().contiguous()
+    if dlse is not None:
+        dlse = torch.nn.functional.pad(dlse.resolve_neg(), (0, lse_log2.shape[2] - dlse.shape[2])).contiguous()
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_backward(
-            q,
-            k,
-            v,
-            _bytes(bias),
-            out,
-            lse_log2,
-            _or_none(lse_low),
-            do,
-            dlse,
-            *gradients,
-            cu_seqlens_q,
-            cu_seqlens_k,
+            q, k, v, _bytes(bias), out, lse_log2, _or_none(lse_low), do, dlse, *gradients, cu_seqlens_q, cu_seqlens_k,
             **options,
-        )
+        )  # fmt: skip
     return gradients
 
 

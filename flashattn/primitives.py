@@ -5,10 +5,12 @@ Everything here works on one tile in registers. Chapters 4 and 5 introduce the h
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 LN2 = tl.constexpr(0.6931471805599453)
 LN2_LOW = tl.constexpr(LN2.value - 0.693147182464599609375)  # what LN2 loses when it is rounded to fp32
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # the lowest finite fp32 number
 # The interpreter multiplies the bit patterns of bf16 operands (Triton 3.7 to 3.9) and truncates fp32 to bf16 where a
 # GPU rounds: dot() and round_to() make up for that there.
 INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
@@ -34,16 +36,49 @@ def tile_offsets(offs_r, offs_d, stride_r, stride_d):
 
 
 @triton.jit
-def load_tile(ptr, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM: tl.constexpr, MASK_ROWS: tl.constexpr):
-    """Load a tile; columns from HEAD_DIM on, and rows from n_rows on if MASK_ROWS, are 0 and are not read."""
+def load_tile(ptr, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM: tl.constexpr):
+    """Load a tile; rows from n_rows on and columns from HEAD_DIM on are 0 and are not read."""
     ptrs = ptr + tile_offsets(offs_r, offs_d, stride_r, stride_d)
-    mask_d = (offs_d < HEAD_DIM)[None, :]
-    if MASK_ROWS:
-        return tl.load(ptrs, mask=(offs_r < n_rows)[:, None] & mask_d, other=0.0)
-    elif HEAD_DIM != offs_d.shape[0]:
-        return tl.load(ptrs, mask=mask_d, other=0.0)
+    mask = (offs_r < n_rows)[:, None]
+    if HEAD_DIM != offs_d.shape[0]:
+        mask = mask & (offs_d < HEAD_DIM)[None, :]
+    return tl.load(ptrs, mask=mask, other=0.0)
+
+
+@triton.jit
+def load_rows(
+    desc, batch, head, start, ptr, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Load the tile of one head that begins at row start, as a box where there is a descriptor, else row by row.
+
+    A box is copied by the memory system (TMA) at the word of one thread: no addresses fill the registers of the others.
+    """
+    if desc is not None:
+        box = desc.load([batch.to(tl.int32), head.to(tl.int32), start, 0])
+        return tl.reshape(box, (offs_r.shape[0], offs_d.shape[0]))
     else:
-        return tl.load(ptrs)
+        return load_tile(ptr, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM)
+
+
+def boxes_fit(target, tensors, bias, n_sequences, shift, window_left, window_right):
+    """Say whether all tiles of these (batch, heads, seqlen, head_dim) tensors can be loaded as boxes.
+
+    The hardware wants 16-byte steps between rows, heads and batch entries and no gaps inside a row. A box ends only
+    where the tensor ends: packed sequences, and keys that no query sees, need the rows picked one by one.
+    """
+    every_key_is_seen = (window_left is None or window_left >= shift) and (window_right is None or window_right >= 0)
+    if not target.has_boxes or bias is not None or n_sequences is not None or not every_key_is_seen:
+        return False
+    return all(
+        x.element_size() == 2 and x.stride(3) == 1 and x.numel() > 0 and x.data_ptr() % 16 == 0
+        and all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:3])
+        for x in tensors
+    )  # fmt: skip
+
+
+def boxes_of(fit, *tensors_and_boxes):
+    """Describe each tensor for loads of one box, (tensor, shape of the box); or return as many None."""
+    return [TensorDescriptor.from_tensor(x, list(box)) if fit else None for x, box in tensors_and_boxes]
 
 
 @triton.jit
@@ -175,18 +210,17 @@ def tanh(x):
 
 @triton.jit
 def scores_from(qk, scale, cap_log2):
-    """Return base-2 scores from products q k, and by what the softcap bends their derivative.
+    """Return (s, factor, slope) for products q k: the base-2 scores are s * factor, slope is their derivative's share.
 
-    Without a softcap (cap_log2 is None) scale is ``scale * log2(e)``. With one it is ``scale / softcap``, and cap_log2
-    is ``softcap * log2(e)``: the scores are softcap * tanh(scale * qk / softcap), their slope 1 - tanh^2.
+    Without a softcap (cap_log2 is None) s is qk, scale is ``scale * log2(e)`` and the factor: the maximum of a row is
+    found first and multiplied once. With one, scale is ``scale / softcap``, cap_log2 is ``softcap * log2(e)``: the
+    scores are softcap * tanh(scale * qk / softcap), their slope by the argument of tanh 1 - tanh^2.
     """
-    s = qk * scale
-    slope = 1.0
-    if cap_log2 is not None:
-        t = tanh(s)
-        slope = (1.0 - t) * (1.0 + t)
-        s = cap_log2 * t
-    return s, slope
+    if cap_log2 is None:
+        return qk, scale, 1.0
+    else:
+        t = tanh(qk * scale)
+        return cap_log2 * t, 1.0, (1.0 - t) * (1.0 + t)
 
 
 @triton.jit
@@ -201,7 +235,7 @@ def add_bias(s_log2, bias_ptr, offs_m, offs_n, stride_m, stride_n, seqlen_q, seq
         return tl.where(bias != 0, s_log2, float("-inf"))
     bias_log2 = bias.to(tl.float32) * LOG2E
     overflowed = (bias_log2 == float("-inf")) & (bias.to(tl.float32) != float("-inf"))
-    return s_log2 + tl.where(overflowed, -3.4028234663852886e38, bias_log2)
+    return s_log2 + tl.where(overflowed, LOWEST, bias_log2)
 
 
 @triton.jit
@@ -216,6 +250,12 @@ def score_mask(offs_m, offs_n, seqlen_k, shift, window_left, window_right):
     if window_right is not None:
         visible = visible & (offs_n <= offs_m + shift + window_right)
     return visible
+
+
+@triton.jit
+def stats_row(batch, head, n_heads, seqlen_q):
+    """Return where the statistics of a head begin: a head has room for a multiple of 4 rows, 16 bytes."""
+    return (batch * n_heads + head) * (tl.cdiv(seqlen_q, 4) * 4)
 
 
 @triton.jit
@@ -249,9 +289,9 @@ def rows_to_load(offs_n, start_m, seqlen_q, seqlen_k, window_left, window_right,
 def loop_bounds(start, n_others, shift, before, after, BLOCK: tl.constexpr, STEP: tl.constexpr):
     """Return (begin, full_begin, full_end, end): what the rows start..start+BLOCK-1 see of n_others others.
 
-    Row i sees the others from i + shift - before to i + shift + after. All of these rows see all of
-    full_begin..full_end-1; none sees one outside begin..end-1. ``masked_or_full`` makes two loops of them, of STEP
-    others at a time. Queries look at keys so; keys look at queries with shift negated and the two sides swapped.
+    Row i sees the others from i + shift - before to i + shift + after. None of these rows sees one outside
+    begin..end-1; all see all of full_begin..full_end-1, so that there, STEP others at a time, no mask is needed.
+    Queries look at keys so; keys look at queries with shift negated and the two sides swapped.
     """
     begin = 0
     full_begin = 0
@@ -269,28 +309,13 @@ def loop_bounds(start, n_others, shift, before, after, BLOCK: tl.constexpr, STEP
 
 
 @triton.jit
-def masked_or_full(begin, full_begin, full_end, end, MASK: tl.constexpr):
-    """Return (lo, hi, hole, skip): a loop over lo..hi-1 that adds skip to where it is from hole on.
+def online_softmax_update(s, factor, m_i, l_i):
+    """Take one tile of base-2 scores, s * factor with factor > 0, into the running row maximum and sum.
 
-    With MASK=False it is the loop over full_begin..full_end-1, which needs no mask; with MASK=True that
-    over begin..end-1 without these, in one piece: as two loops they would cost registers.
+    Returns (p, alpha, m_i, l_i), as the function of this name in tiled.py does. A row that has seen no key has the
+    lowest finite number for a maximum: a hidden key's -inf minus that is -inf, where -inf minus -inf would be NaN.
     """
-    if MASK:
-        skip = full_end - full_begin
-        return begin, end - skip, full_begin, skip
-    else:
-        return full_begin, full_end, 0, 0
-
-
-@triton.jit
-def online_softmax_update(s_log2, m_i, l_i):
-    """Take one tile of base-2 scores into the running row maximum and sum; see the function of this name in tiled.py.
-
-    Returns (p, alpha, m_i, l_i). A row that has seen no key keeps m_i = -inf; 0 stands in for it in the
-    exponents, because -inf - -inf would be NaN.
-    """
-    m_new = tl.maximum(m_i, tl.max(s_log2, axis=1))
-    m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s_log2 - m_safe[:, None])
-    alpha = tl.exp2(m_i - m_safe)
+    m_new = tl.maximum(m_i, tl.max(s, axis=1) * factor)
+    p = tl.exp2(s * factor - m_new[:, None])
+    alpha = tl.exp2(m_i - m_new)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, axis=1)

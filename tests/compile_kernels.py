@@ -5,7 +5,7 @@ Run in a process of its own: one that interprets kernels cannot compile them.
     python tests/compile_kernels.py '[["forward", 64, "float16", true, "sm_90"], ...]'
 
 prints one JSON row per entry: shared memory, registers, spills, tensor-core instructions. An entry may end in a list of
-extras: "window", "softcap", "bias", "varlen", "dlse".
+extras: "window", "softcap", "bias", "varlen", "dlse", or "rows" for tiles that are not loaded as boxes.
 
     python tests/compile_kernels.py --table [FILE]
 
@@ -56,6 +56,11 @@ def signature_of(kernel, dtype, constants):
                 pointee = "i32"
             types[name] = "*" + pointee
             hints[(i,)] = [["tt.divisibility", 16]]
+        elif name.endswith("_desc"):
+            rows = constants["BLOCK_M" if "do_desc" in kernel.arg_names else "BLOCK_N"]
+            columns = {"q_desc": ["BLOCK_D"], "k_desc": ["BLOCK_D"], "v_desc": ["BLOCK_DV"], "do_desc": ["BLOCK_DV"]}
+            box = [1, 1, rows, *(constants[size] for size in columns.get(name, []))]
+            types[name] = f"tensordesc<{TRITON_TYPES[dtype] if name in columns else 'fp32'}{box}>"
         elif name in ("scale", "score_scale", "cap_log2"):
             types[name] = "fp32"
         else:
@@ -65,9 +70,9 @@ def signature_of(kernel, dtype, constants):
     return types, hints
 
 
-def absent_arguments(causal, dtype, extras):
+def absent_arguments(kernel, causal, extras, boxes, dtype):
     """Return the arguments that a call leaves out: they are None, and the compiler drops their code."""
-    absent = set()
+    absent = set() if boxes else {name for name in kernel.arg_names if name.endswith("_desc")}
     if not causal:
         absent.add("window_right")
     if "window" not in extras:
@@ -88,6 +93,7 @@ def absent_arguments(causal, dtype, extras):
 def compile_kernel(direction, head_dim, dtype, causal, target, extras=(), config=None):
     """Compile one kernel in one configuration and return a dict of what it uses."""
     kernel = KERNELS[direction]
+    boxes = TARGETS[target].has_boxes and dtype != "float32" and not {"rows", "varlen", "bias"} & set(extras)
     config = config or block_config(
         direction, head_dim, head_dim, getattr(torch, dtype), TARGETS[target], causal=causal
     )
@@ -95,7 +101,7 @@ def compile_kernel(direction, head_dim, dtype, causal, target, extras=(), config
         HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
         BLOCK_D=config.block_d, BLOCK_DV=config.block_dv,
     )  # fmt: skip
-    constants |= dict.fromkeys(absent_arguments(causal, dtype, extras))
+    constants |= dict.fromkeys(absent_arguments(kernel, causal, extras, boxes, dtype))
     # A unit stride arrives as the constant 1, as in a launch.
     constants |= {name: 1 for name in kernel.arg_names if name.startswith("stride") and name.endswith("d")}
     constants |= {"stride_bias_n": 1}
@@ -117,11 +123,12 @@ def amd_report(assembly):
         registers=int(re.search(r"\.vgpr_count:\s+(\d+)", assembly).group(1)),
         spill_stores_bytes=4 * int(re.search(r"\.vgpr_spill_count:\s+(\d+)", assembly).group(1)),
         tensor_cores="v_mfma" in assembly,
+        serialized=False,
     )
 
 
 def ptxas_report(ptx):
-    """Assemble PTX with the ptxas that Triton ships and return registers, spills and tensor-core use."""
+    """Assemble PTX with the ptxas that Triton ships and return registers, spills and how it uses the tensor cores."""
     ptxas = triton.knobs.nvidia.ptxas
     if re.search(r"\.target sm_1[0-9]{2}", ptx):  # Triton 3.5 and newer ship a second one for Blackwell
         ptxas = getattr(triton.knobs.nvidia, "ptxas_blackwell", ptxas)
@@ -135,6 +142,7 @@ def ptxas_report(ptx):
         registers=int(re.search(r"Used (\d+) registers", log).group(1)),
         spill_stores_bytes=int(re.search(r"(\d+) bytes spill stores", log).group(1)),
         tensor_cores=bool(re.search(r"\b(mma\.sync|wgmma|tcgen05\.mma)", ptx)),
+        serialized="wgmma.mma_async instructions are serialized" in log,  # each product waits for the one before
     )
 
 
@@ -145,13 +153,16 @@ def _compile_entry(entry):
 def product(dtypes=("float16", "bfloat16", "float32")):
     """Return the entries of the full product: every kernel for every target."""
     return [
-        [direction, head_dim, dtype, causal, target]
+        [direction, head_dim, dtype, causal, target, extras]
         for target in TARGETS
         for dtype in dtypes
         if not (target == "sm_75" and dtype == "bfloat16") and not (target == "gfx942" and OLD)
         for head_dim in (64, 128, 256)
         for direction in KERNELS
         for causal in ((False,) if direction == "delta" else (False, True))
+        for extras in (
+            [[], ["rows"]] if TARGETS[target].has_boxes and dtype != "float32" and direction != "delta" else [[]]
+        )
     ]
 
 

@@ -172,9 +172,9 @@ def seen(attention, seqlen_q, seqlen_k, device):
 
 
 def names_in_package():
-    """Return all names, attributes and keywords in the package's source, and all calls of ``tl.dot``."""
+    """Return all names, attributes and keywords in the source of what a call runs, and all calls of ``tl.dot``."""
     names, dots = set(), []
-    for path in PACKAGE.rglob("*.py"):
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / f"{name}.py" for name in ("bench", "peers", "tune")}:
         for node in ast.walk(ast.parse(path.read_text())):
             names |= {getattr(node, field, None) or "" for field in ("id", "attr", "arg")}
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot":
@@ -1114,13 +1114,17 @@ def test_what_results_held_before_does_not_matter(value, device, monkeypatch):
         param("sm_86", True, id="B63-portable"),
         param("sm_90", True, id="B63-hopper-causal"),
         param("sm_90", False, id="B63-hopper-full"),
+        param("sm_90 rows", False, id="B63-hopper-rows"),
         param("sm_100", True, id="B63-blackwell"),
     ],
 )
 def test_each_configuration_alone(target, causal, head_dim, device, monkeypatch):
     """The blocks of every table in configs.py on this machine, however fast. Results hold NaN before (conftest.py)."""
+    target, _, rows = target.partition(" ")
     for module in ("forward", "backward"):
         monkeypatch.setattr(f"flashattn.{module}.target_of", lambda device: TARGETS[target])
+        if rows:
+            monkeypatch.setattr(f"flashattn.{module}.boxes_fit", lambda *_: False)
     seqlens = (300, 410) if device.type == "cuda" else (20, 40)
     assert_within(draw(device, *seqlens, head_dim, heads=1, family="low"), causal=causal)
 
@@ -1359,9 +1363,10 @@ def test_blocks_are_powers_of_two():
 
 @case("B80")
 def test_more_than_one_version_of_triton():
+    """The oldest that the package claims, the one of the GPU runs, and the newest."""
     rows = load_targets()
     versions = {row["triton"] for row in rows}
-    assert len(versions) >= 2
+    assert len(versions) >= 3
     for version in versions:
         assert {row["direction"] for row in load_targets(triton=version)} == {"forward", "delta", "dkdv", "dq"}
 

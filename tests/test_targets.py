@@ -21,11 +21,22 @@ JOBS = {
     "sm_80": [("bfloat16", 128, True, [])],
     "sm_86": [("float16", 256, False, []), ("bfloat16", 64, True, ["window", "softcap"])],
     "sm_89": [("float16", 64, False, [])],
-    "sm_90": [("bfloat16", 64, True, ["varlen", "dlse"]), ("float16", 128, False, []), ("bfloat16", 256, True, [])],
+    "sm_90": [
+        ("bfloat16", 64, True, ["varlen", "dlse"]),
+        ("float16", 128, False, []),
+        ("bfloat16", 256, True, []),
+        ("bfloat16", 128, True, ["rows"]),
+        ("bfloat16", 64, True, ["window"]),
+    ],
     "sm_100": [("bfloat16", 128, True, []), ("float16", 256, True, [])],
     "sm_120": [("bfloat16", 128, False, ["bias"])],
     "gfx942": [("bfloat16", 128, True, [])],
 }
+
+
+# (target, kernel, head_dim, causal) -> bytes that may be spilled, where a block that spills nothing is slower: on an H200
+# by 5 to 10 % (forward, 128) and by 38 % (dK/dV, 256; it spills with Triton 3.4 alone).
+MAY_SPILL = {("sm_90", "forward", 128, False): 160, ("sm_90", "dkdv", 256, True): 32}
 
 
 def assert_fits(row):
@@ -34,9 +45,11 @@ def assert_fits(row):
     assert row["registers"] * 32 * row["num_warps"] <= TARGETS[row["target"]].registers or row["target"] == "gfx942", (
         row
     )
-    if row["target"] not in ("sm_75", "gfx942") and row["dtype"] != "float32" and not row["extras"]:
-        assert row["spill_stores_bytes"] == 0, row
+    if row["target"] not in ("sm_75", "gfx942") and row["dtype"] != "float32" and row["extras"] in ("", "rows"):
+        key = tuple(row[name] for name in ("target", "direction", "head_dim", "causal"))
+        assert row["spill_stores_bytes"] <= MAY_SPILL.get(key, 0) or row["extras"], row
         assert row["tensor_cores"], row
+    assert not row["serialized"], row
 
 
 @pytest.mark.triton
@@ -54,7 +67,7 @@ def test_compiles_and_fits(target):
     recorded = load_targets()
     for row in rows:
         assert_fits(row)
-        if not row["extras"] and any(r["triton"] == row["triton"] for r in recorded):
+        if row["extras"] in ("", "rows") and any(r["triton"] == row["triton"] for r in recorded):
             assert row in recorded, f"run make targets: {row}"
 
 
@@ -70,24 +83,26 @@ def test_the_full_product_is_what_is_recorded(tmp_path):
 
 
 def test_table_is_complete_and_fits():
-    """Every kernel, head dimension, dtype and mask for every target; with the Triton of the GPU runs and the newest."""
+    """Every kernel, head dimension, dtype and mask for every target; with the oldest Triton, that of the GPU runs and 3.7."""
     rows = load_targets()
     versions = {row["triton"] for row in rows}
-    assert any(v.startswith("3.7") for v in versions) and any(v.startswith("3.6") for v in versions)
+    assert {version.rpartition(".")[0] for version in versions} == {"3.4", "3.6", "3.7"}
     for version in versions:
         keys = {
-            tuple(row[name] for name in ("target", "direction", "head_dim", "dtype", "causal"))
+            tuple(row[name] for name in ("target", "direction", "head_dim", "dtype", "causal", "extras"))
             for row in rows
             if row["triton"] == version
         }
         wanted = {
-            (target, kernel, d, dtype, causal)
+            (target, kernel, d, dtype, causal, extras)
             for target in TARGETS
             for kernel in KERNELS
             for d in (64, 128, 256)
             for dtype in ("float16", "bfloat16", "float32")
             for causal in (True, False)
-            if not (target == "sm_75" and dtype == "bfloat16")
+            for extras in ("", "rows")
+            if not (extras and (target != "sm_90" or dtype == "float32" or kernel == "delta"))
+            and not (target == "sm_75" and dtype == "bfloat16")
             and not (target == "gfx942" and version < "3.6")
             and not (kernel == "delta" and causal)
         }
