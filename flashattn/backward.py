@@ -289,8 +289,9 @@ def attn_backward(
         )  # fmt: skip
 
     if dk.numel():
-        boxes = boxes_fit(target, (q, do), bias, *sequences)
         cfg = blocks("dkdv")
+        # Boxes of 16 row statistics, 64 bytes, Triton 3.6 puts where no copy can write.
+        boxes = cfg.block_m >= 32 and boxes_fit(target, (q, do), bias, *sequences)
         stats_box = (1, 1, cfg.block_m)
         descriptors = boxes_of(
             boxes, (q, (*stats_box, cfg.block_d)), (do, (*stats_box, cfg.block_dv)),

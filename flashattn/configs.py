@@ -91,7 +91,7 @@ def target_of(device):
 # compiled for its targets without a GPU (tests/test_targets.py): it fits the shared memory and, in fp16 and bf16 from
 # compute capability 8.0 on, spills no registers (but for the one entry that says so).
 # Hopper, tuned with tiles loaded as boxes. Row by row these spill, but with one choice for both, results are the same
-# to the bit whatever the strides. (Boxes of 16 row statistics, 64 bytes, Triton 3.6 puts where no copy can write.)
+# to the bit whatever the strides.
 HOPPER = {
     ("forward", 64): (64, 128, 4, 2), ("forward", 128): (64, 64, 4, 3), ("forward", 256): (128, 64, 8, 2),
     ("dkdv", 64): (64, 64, 4, 3), ("dkdv", 128): (64, 64, 4, 2), ("dkdv", 256): (64, 64, 8, 2),

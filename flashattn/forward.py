@@ -109,12 +109,13 @@ def _attn_fwd_kernel(
         )
         acc = dot(round_to(p, v.dtype), v, acc * alpha[:, None])
 
-    # A row without keys has l_i = 0 and acc = 0: dividing by 1 instead gives out = 0, and its lse is -inf.
+    # A row without keys has l_i = 0, and acc = 0 or, if the hidden tile held one, NaN: its out is 0, its lse -inf.
     has_key = row_has_key(offs_m, length_k, shift, window_left, window_right)
     if bias_ptr is not None:
         has_key = has_key & (l_i != 0.0)
     l_i = tl.where(has_key, l_i, 1.0)
-    store_tile(out_ptr, acc / l_i[:, None], offs_m, offs_dv, stride_om, stride_od, length_q, HEAD_DIM_V)
+    out = tl.where(has_key[:, None], acc / l_i[:, None], 0.0)
+    store_tile(out_ptr, out, offs_m, offs_dv, stride_om, stride_od, length_q, HEAD_DIM_V)
     lse_log2 = m_i + tl.log2(l_i)
     lse = tl.where(has_key, natural_log(lse_log2), float("-inf"))
     tl.store(lse_ptr + offs_m, lse, mask=offs_m < length_q)

@@ -269,14 +269,20 @@ def error_ratios(attention, inputs, reference=attention_reference, **kwargs):
     return budget_ratios(run(attention, inputs, **kwargs), inputs, truth, budget)
 
 
-def assert_within_budget(attention, case, device="cpu", seed=0, **kwargs):
+def assert_within_budget(attention, case, device="cpu", seed=0, n_yardsticks=1, **kwargs):
     """Raise AssertionError unless every result of a case is within the budget; return the ratios.
 
-    attention is called with the options of the case, and if it is packed with cu_seqlens_q and cu_seqlens_k too.
+    attention is called with the options of the case, and if it is packed with cu_seqlens_q and cu_seqlens_k too. The
+    budget is the largest that n_yardsticks draws of the case give: on few rows eager can be lucky in one.
     """
     reference = packed_reference if case.packed else attention_reference
     options = case.options | case.offsets(device) | kwargs
-    ratios = error_ratios(attention, make_inputs(case, device, seed), reference, **options)
+    inputs = make_inputs(case, device, seed)
+    truth, budget = error_budget(inputs, reference, **options)
+    for i in range(1, n_yardsticks):
+        _, other = error_budget(make_inputs(case, device, seed + i), reference, **options)
+        budget = {name: max(budget[name], other[name]) for name in budget}
+    ratios = budget_ratios(run(attention, inputs, **options), inputs, truth, budget)
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
     if over:
         raise AssertionError(f"{case.id}: error over budget, as a multiple of it: {over}")

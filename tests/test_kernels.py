@@ -96,7 +96,8 @@ def kernel(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, **kwargs):
 
 
 def check(case, device, record_property):
-    ratios = assert_within_budget(kernel, case, device)
+    # Between draws of one query in fp32 the budget itself differs by a factor of 2 and more.
+    ratios = assert_within_budget(kernel, case, device, n_yardsticks=4 if case.seqlen_q == 1 else 1)
     record_property("ratios", {name: round(ratio, 3) for name, ratio in ratios.items()})
     inputs = make_inputs(case, device)
     first, second = (run(kernel, inputs, **case.options, **case.offsets(device)) for _ in range(2))
@@ -131,6 +132,14 @@ def test_empty_sequences(sizes, batch, device):
     assert lse.shape == q.shape[:3] and (lse == -math.inf).all()
     for gradient, x in ((dq, q), (dk, k), (dv, v)):
         assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+def test_rows_without_keys_are_zero_whatever_keys_hold(device):
+    """A block of such rows still visits one tile, and 0 times NaN is NaN."""
+    q, k, v = (torch.randn(1, 1, n, 64, device=device, dtype=torch.float16) for n in (200, 3, 3))
+    v[:, :, 0] = math.nan
+    out, lse = kernel(q, k, v, causal=True)
+    assert (out[:, :, :197] == 0).all() and (lse[:, :, :197] == -math.inf).all() and out[:, :, 197:].isnan().all()
 
 
 def test_rows_without_keys(device):

@@ -336,8 +336,8 @@ def test_a_query_touches_what_it_sees(device, drawn, data):
     assert not results["dq"][:, :, others].any()
     generator = torch.Generator().manual_seed(drawn.seed + 1)
     k, v = (in_layout_of(x, x) for x in (inputs.k, inputs.v))
-    for x in (k, v):
-        x[:, :, ~visible] = 10 * torch.randn(x[:, :, ~visible].shape, generator=generator).to(x)
+    for x in (k, v):  # not x[:, :, ~visible] = …: on a GPU torch 2.11 writes that elsewhere in its deterministic mode
+        x.copy_(torch.where(visible[:, None], x, 10 * torch.randn(x.shape, generator=generator).to(x)))
     changed = run(kernels, inputs._replace(k=k, v=v), **case.options)
     assert_same_bits(
         {name: changed[name][:, :, row] for name in ("out", "lse", "dq")},
