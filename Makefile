@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help book serve test test-gpu fuzz sanitize targets lint bench status linkcheck strip clean
+.PHONY: help book serve test test-gpu fuzz sanitize targets lint bench tune status linkcheck strip clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -63,8 +63,11 @@ lint: $(VENV)/installed  ## check style
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check flashattn tests book
 
-bench: $(VENV)/installed  ## measure beside PyTorch's own kernels on this machine's GPU
-	@$(BIN)/python -m flashattn.bench
+bench: $(VENV)/installed  ## measure beside the others on this machine's GPU (ARGS="--suite core --resume")
+	@$(BIN)/python -m flashattn.bench $(ARGS)
+
+tune: $(VENV)/installed  ## search this machine's GPU for faster blocks (ARGS="--head-dim 128 --causal")
+	@$(BIN)/python -m flashattn.tune $(ARGS)
 
 status: $(VENV)/installed  ## render book/status.md and README's table from the recorded results
 	@$(BIN)/python book/_ext/status.py

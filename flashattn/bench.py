@@ -1,26 +1,39 @@
 """Measure attention side by side on a GPU: ``python -m flashattn.bench`` writes ``flashattn/data/<gpu>.csv``.
 
-The recorded measurements ship with the package; ``load_rows`` reads them. ``peak_memory_bytes`` works on a CPU too.
+All implementations of one shape run one after the other in one process, each held to the error budget first. The
+recorded measurements ship with the package; ``load_rows`` reads them. ``peak_memory_bytes`` works on a CPU too.
 """
 
 import argparse
 import csv
 import functools
 import importlib.metadata
+import itertools
 import json
-import math
 import os
 import subprocess
+import sys
+import tempfile
 import time
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from .api import flash_attention
-from .testing import Inputs, error_ratios
+from .peers import (
+    FLEX_WAYS,
+    FORWARD_ONLY,
+    IMPLEMENTATIONS,
+    PEERS,
+    Shape,
+    backend,
+    fa3_module,
+    flex,
+)
+from .testing import DTYPES, Inputs, error_budget, max_error
 
 DATA = Path(__file__).parent / "data"
 COLUMNS = (
@@ -39,13 +52,9 @@ def load_rows(gpu, **wanted):
 
     Returns:
         A list of dicts with the keys of COLUMNS, empty where nothing was recorded. Sizes are int, causal is bool,
-        params is a dict; p20, p50 and p80 are float, in the row's ``unit`` (ms or bytes).
+        params is a dict; p20, p50 and p80 are float, in the row's ``unit`` (ms, s, bytes, or budgets of error).
     """
-    path = DATA / f"{gpu}.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        rows = [_typed(row) for row in csv.DictReader(file)]
+    rows = [_typed(row) for row in _read(DATA / f"{gpu}.csv")]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -58,16 +67,21 @@ def load_targets(**wanted):
     Returns:
         A list of dicts with the keys target, triton (the version that compiled it), direction, head_dim, dtype, causal,
         those of ``configs.BlockConfig``, shared_bytes of a block, registers of a thread, spill_stores_bytes of a
-        thread, and tensor_cores (whether it uses them).
+        thread, tensor_cores (whether it uses them) and serialized (whether ptxas lets no wgmma overlap another).
     """
-    with open(DATA / "targets.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
     booleans = {"True": True, "False": False}
     rows = [
         {name: int(value) if value.isdigit() else booleans.get(value, value) for name, value in row.items()}
-        for row in rows
+        for row in _read(DATA / "targets.csv")
     ]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def _read(path):
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def _typed(row):
@@ -116,115 +130,242 @@ def peak_memory_bytes(function, device):
     return mode.peak_bytes
 
 
-def naive_attention(q, k, v, *, causal=False):
-    """Compute attention the way chapter 1 does, every matrix in memory; causal for seqlen_q = seqlen_k."""
-    s = q @ k.mT * (1 / math.sqrt(q.shape[-1]))
-    if causal:
-        s = s.masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(1), -math.inf)
-    return torch.softmax(s, dim=-1) @ v
+class Cell(NamedTuple):
+    """One implementation on one shape in one suite: what is measured, recorded and resumed as a whole."""
+
+    suite: str
+    shape: Shape
+    impl: str
 
 
-def _sdpa(backend, q, k, v, *, causal=False):
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+# ---- The suites.
 
-    with sdpa_kernel(getattr(SDPBackend, backend)):
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-
-
-IMPLEMENTATIONS = {
-    "eager": naive_attention,
-    "sdpa_flash": functools.partial(_sdpa, "FLASH_ATTENTION"),
-    "sdpa_cudnn": functools.partial(_sdpa, "CUDNN_ATTENTION"),
-    "flashattn": flash_attention,
-}
 TOKENS, WIDTH = 16384, 2048
+WINDOW = (1023, 0)
 
 
-def core_shapes():
-    """Yield (batch, heads, seqlen, head_dim, causal): 16k tokens of width 2048."""
+def _shape(seqlen, head_dim, causal, **rest):
+    """Return the shape of 16k tokens of (nearly) width 2048."""
+    heads = WIDTH // head_dim
+    return Shape(TOKENS // seqlen, heads, heads, seqlen, head_dim, causal, **rest)
+
+
+def _core():
+    for head_dim, seqlen, causal in itertools.product((64, 128), (1024, 4096, 16384), (False, True)):
+        yield _shape(seqlen, head_dim, causal), PEERS
+
+
+def _wide():
+    for head_dim, causal in itertools.product((32, 96, 192, 256), (False, True)):
+        yield _shape(4096, head_dim, causal), PEERS
+    for causal in (False, True):
+        yield _shape(4096, 128, causal, dtype="fp16"), PEERS
+    yield Shape(4, 32, 8, 4096, 128, True), PEERS
+    for head_dim, impls in ((64, ("flashattn",)), (128, ("flashattn", "flex"))):
+        for window in (None, WINDOW):
+            yield _shape(16384, head_dim, True, window=window), impls
+
+
+def _short():
+    for seqlen in (64, 128, 256, 512, 1024):
+        yield Shape(1, 8, 8, seqlen, 64, True), ("flashattn", "sdpa_flash", "sdpa_cudnn")
+
+
+def _memory():
+    for seqlen in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
+        yield Shape(1, 16, 16, seqlen, 64, False), ("eager", "sdpa_flash", "flashattn")
+
+
+def _compile():
     for head_dim in (64, 128):
-        for seqlen in (1024, 4096, 16384):
-            for causal in (False, True):
-                yield TOKENS // seqlen, WIDTH // head_dim, seqlen, head_dim, causal
+        yield Shape(1, 16, 16, 4096, head_dim, True), ("flashattn", "flex")
 
 
-def _draw(batch, heads, seqlen, head_dim):
-    generator = torch.Generator("cuda").manual_seed(0)
-    shape = (batch, heads, seqlen, head_dim)
+def suite_cells(suite, wanted=()):
+    """Return the cells of a suite, all implementations of one shape behind one another.
+
+    Args:
+        suite: one of SUITES.
+        wanted: only these implementations. Eager attention, which is slow, is measured in suite memory, and in another
+            if it is wanted by name.
+    """
+    cells = []
+    for shape, impls in SUITES[suite][0]():
+        if wanted:
+            impls = [impl for impl in wanted if impl in impls or impl == "eager"]
+        cells += [Cell(suite, shape, impl) for impl in impls]
+    return cells
+
+
+# ---- How a cell is measured: each yields rows. build is the entry of IMPLEMENTATIONS.
+
+
+def draw(shape, device):
+    """Return q, k, v, which require gradients, and do, the same ones in every call."""
+    generator = torch.Generator(device).manual_seed(0)
+    heads = (shape.heads, shape.heads_kv, shape.heads_kv, shape.heads)
     return [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_(i < 3)
-        for i in range(4)
-    ]
+        torch.randn(
+            shape.batch, n_heads, shape.seqlen, shape.head_dim, device=device, dtype=DTYPES[shape.dtype],
+            generator=generator,
+        ).requires_grad_(i < 3)
+        for i, n_heads in enumerate(heads)
+    ]  # fmt: skip
 
 
-def _worst_ratio(implementation, shape):
-    """Return the worst error over budget on a shape like this one with fewer batch entries, heads and tokens."""
-    batch, heads, seqlen, head_dim, causal = shape
-    q, k, v, do = _draw(min(batch, 2), min(heads, 4), min(seqlen, 1024), head_dim)
-    q, k, v = (x.detach() for x in (q, k, v))
+def _last_head(x, shape):
+    """Return the part of q, k, v, out or a gradient that belongs to the last key head of the last batch entry."""
+    return x[-1:, -(x.shape[1] // shape.heads_kv) :]
 
-    def with_lse(q, k, v, *, causal):
-        out = implementation(q, k, v, causal=causal)
-        return out, out.float().sum(-1) * 0  # these peers return no lse: a zero with a zero gradient takes its place
 
-    ratios = error_ratios(
-        with_lse, Inputs(q, k, v, do, torch.zeros_like(q[..., 0], dtype=torch.float32)), causal=causal
-    )
-    return max(ratios[name] for name in ("out", "dq", "dk", "dv"))
+@functools.lru_cache(maxsize=1)
+def _truth_and_budget(shape, device):
+    q, k, v, do = (_last_head(x.detach(), shape) for x in draw(shape, device))
+    return error_budget(Inputs(q, k, v, do, None), causal=shape.causal, window=shape.window)
+
+
+def worst_ratio(call, shape, inputs, backward=True):
+    """Return the worst error over budget of a call on the very inputs that are timed, in the last head.
+
+    Args:
+        call: a function of (q, k, v) that returns out.
+        shape: a Shape.
+        inputs: what ``draw`` returned for it.
+        backward: whether to look at the gradients too.
+    """
+    *qkv, do = inputs
+    truth, budget = _truth_and_budget(shape, str(do.device))
+    out = call(*qkv)
+    results = dict(out=out.detach())
+    if backward:
+        results |= zip(("dq", "dk", "dv"), torch.autograd.grad(out, qkv, do), strict=True)
+    return max(max_error(_last_head(x, shape), truth[name]) / budget[name] for name, x in results.items())
 
 
 def _percentiles_ms(function):
     from triton.testing import do_bench
 
-    return do_bench(function, warmup=50, rep=200, quantiles=[0.2, 0.5, 0.8])
+    return do_bench(function, warmup=25, rep=100, quantiles=[0.2, 0.5, 0.8])
 
 
-def measure_core():
-    """Yield rows of suite core: time forward and backward of every implementation that is within the budget."""
-    for shape in core_shapes():
-        q, k, v, do = _draw(*shape[:4])
-        for name, implementation in IMPLEMENTATIONS.items():
-            try:
-                ratio = _worst_ratio(implementation, shape)
-                if not ratio <= 1:
-                    print(f"{name} {shape}: over the error budget ({ratio:.2f}), not timed", flush=True)
-                    continue
-                call = functools.partial(implementation, q, k, v, causal=shape[4])
-                yield _row("core", name, "forward", *shape, "time", "ms", _percentiles_ms(call))
-                out = call()
-                backward = functools.partial(torch.autograd.grad, out, (q, k, v), do, retain_graph=True)
-                yield _row("core", name, "backward", *shape, "time", "ms", _percentiles_ms(backward))
-            except torch.OutOfMemoryError:
-                print(f"{name} {shape}: out of memory", flush=True)
-            except RuntimeError as error:
-                print(f"{name} {shape}: {str(error).splitlines()[0]}", flush=True)
-            out = backward = call = None
+def time_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
+    """Time forward and backward of what is within the error budget. Of several ways to call, the fastest counts."""
+    *qkv, do = draw(cell.shape, device)
+    backward = cell.impl not in FORWARD_ONLY
+    ratios, times = {}, {"forward": {}, "backward": {}}
+    for way, call in build(cell.shape).items():
+        try:
+            ratios[way] = worst_ratio(call, cell.shape, (*qkv, do), backward)
+            if not ratios[way] <= 1:
+                raise ValueError(f"{ratios[way]:.3g} times the error budget, so not timed")
+            times["forward"][way] = percentiles(functools.partial(call, *qkv))
+            if backward:
+                gradients = functools.partial(torch.autograd.grad, call(*qkv), qkv, do, retain_graph=True)
+                times["backward"][way] = percentiles(gradients)
+        except Exception as error:  # a way that fails must not end a run of many
+            _report(cell, error, way)
+        gradients = None  # frees the graph before the next way makes its own
+    timed = [ratios[way] for way in times["forward"]] or list(ratios.values())
+    if timed:
+        yield _row(cell, "forward_backward" if backward else "forward", "rel_err", "budgets", [max(timed)] * 3)
+    for direction, found in times.items():
+        if found:
+            way = min(found, key=lambda way: found[way][1])
+            params = dict(compile=way, compared=sorted(found)) if way else {}
+            yield _row(cell, direction, "time", "ms", found[way], **params)
 
 
-def measure_memory():
-    """Yield rows of suite memory: peak bytes beyond the inputs, forward alone and forward plus backward."""
-    for seqlen in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
-        shape = (1, 16, seqlen, 64, False)
-        for name in ("eager", "sdpa_flash", "flashattn"):
-            q, k, v, do = _draw(*shape[:4])
-            call = functools.partial(IMPLEMENTATIONS[name], q, k, v)
-
-            def both(call=call, qkv=(q, k, v), do=do):
-                torch.autograd.grad(call(), qkv, do)
-
-            def forward(call=call):
-                with torch.no_grad():
-                    call()
-
-            for direction, function in (("forward", forward), ("forward_backward", both)):
-                try:
-                    peak = peak_memory_bytes(function, "cuda")
-                    yield _row("memory", name, direction, *shape, "peak_memory", "bytes", [peak] * 3)
-                except torch.OutOfMemoryError:
-                    print(f"{name} {direction} N={seqlen}: out of memory", flush=True)
+def _wall_ms(function, calls=100, repeats=20):
+    """Return percentiles of the time per call as a host sees it that waits only at the end of many calls."""
+    times = []
+    for i in range(repeats + 1):  # the first is the warm-up
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            function()
+        torch.cuda.synchronize()
+        times += [(time.perf_counter() - begin) * 1e3 / calls] if i else []
+    return torch.quantile(torch.tensor(times), torch.tensor([0.2, 0.5, 0.8])).tolist()
 
 
-SUITES = {"core": measure_core, "memory": measure_memory}
+def _in_graph(function):
+    """Record a call as a CUDA graph and return what replays it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def short_rows(cell, build):
+    """Time forward plus backward of calls so short that the host matters: called one by one, and as a CUDA graph."""
+    *qkv, do = draw(cell.shape, "cuda")
+    (call,) = build(cell.shape).values()
+    ratio = worst_ratio(call, cell.shape, (*qkv, do))
+    yield _row(cell, "forward_backward", "rel_err", "budgets", [ratio] * 3)
+    if not ratio <= 1:
+        raise ValueError(f"{ratio:.3g} times the error budget, so not timed")
+
+    def step():
+        torch.autograd.grad(call(*qkv), qkv, do)
+
+    yield _row(cell, "forward_backward", "time", "ms", _wall_ms(step), graph=False)
+    yield _row(cell, "forward_backward", "time", "ms", _wall_ms(_in_graph(step)), graph=True)
+
+
+def memory_rows(cell, build):
+    """Record peak bytes beyond q, k, v and do, of forward alone and of forward plus backward."""
+    *qkv, do = draw(cell.shape, "cuda")
+    (call,) = build(cell.shape).values()
+    peak = peak_memory_bytes(torch.no_grad()(lambda: call(*qkv)), "cuda")
+    yield _row(cell, "forward", "peak_memory", "bytes", [peak] * 3)
+    peak = peak_memory_bytes(lambda: torch.autograd.grad(call(*qkv), qkv, do), "cuda")
+    yield _row(cell, "forward_backward", "peak_memory", "bytes", [peak] * 3)
+
+
+def first_call_rows(cell, build):
+    """Record the seconds of the first forward and the first backward in a fresh process that finds nothing compiled."""
+    code = f"from flashattn import bench; bench.print_first_call({cell.impl!r}, bench.{cell.shape!r})"
+    with tempfile.TemporaryDirectory() as folder:
+        caches = {f"{name}_CACHE_DIR": os.path.join(folder, name) for name in ("TRITON", "TORCHINDUCTOR")}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | caches)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().rpartition("\n")[2])
+    for direction, seconds in json.loads(done.stdout.splitlines()[-1]).items():
+        params = dict(compile="default") if cell.impl == "flex" else {}
+        yield _row(cell, direction, "first_call", "s", [seconds] * 3, **params)
+
+
+def print_first_call(impl, shape):
+    """Call for the first time in this process, and print the seconds it took as JSON, imports on the way included."""
+    *qkv, do = draw(shape, "cuda")
+    with backend(impl):
+        ends = [time.perf_counter()]
+        out = next(iter(IMPLEMENTATIONS[impl](shape).values()))(*qkv)
+        torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+        torch.autograd.grad(out, qkv, do)
+        torch.cuda.synchronize()
+        ends.append(time.perf_counter())
+    print(json.dumps(dict(forward=ends[1] - ends[0], backward=ends[2] - ends[1])))
+
+
+# suite -> (its shapes and their implementations, how a cell is measured)
+SUITES = {
+    "core": (_core, time_rows),
+    "wide": (_wide, time_rows),
+    "short": (_short, short_rows),
+    "memory": (_memory, memory_rows),
+    "compile": (_compile, first_call_rows),
+}
+
+
+# ---- Rows.
 
 
 @functools.lru_cache
@@ -238,42 +379,95 @@ def _session():
     )  # fmt: skip
 
 
-def _row(suite, impl, direction, batch, heads, seqlen, head_dim, causal, metric, unit, percentiles):
-    sizes = dict(batch=batch, heads=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_k=seqlen, head_dim=head_dim)
-    written = [f"{value:.6g}" if unit == "ms" else int(value) for value in percentiles]
-    values = dict(zip(("p20", "p50", "p80"), written, strict=True))
-    what = dict(suite=suite, impl=impl, direction=direction, dtype="bf16", causal=causal, params="{}")
-    return _session() | what | sizes | dict(metric=metric, unit=unit) | values
+def _row(cell, direction, metric, unit, percentiles, **params):
+    sizes = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
+    shape = cell.shape
+    params |= dict(window=shape.window) if shape.window else {}
+    what = dict(suite=cell.suite, impl=cell.impl, direction=direction, dtype=shape.dtype, causal=shape.causal)
+    what |= dict(zip(sizes, shape.sizes(), strict=True)) | dict(params=json.dumps(params, sort_keys=True))
+    written = [int(value) if unit == "bytes" else f"{value:.6g}" for value in percentiles]
+    return _session() | what | dict(metric=metric, unit=unit) | dict(zip(("p20", "p50", "p80"), written, strict=True))
+
+
+def shape_of(row):
+    """Return the Shape of a row of ``load_rows``."""
+    sizes = (row[name] for name in ("batch", "heads", "heads_kv", "seqlen_q", "head_dim"))
+    window = row["params"].get("window")
+    return Shape(*sizes, row["causal"], row["dtype"], tuple(window) if window else None)
+
+
+def _write(path, rows):
+    """Write all rows into a sibling and give it the name of the file: whoever stops this finds one or the other."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sibling = path.with_suffix(".writing")
+    with open(sibling, "w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(sibling, path)
+
+
+# ---- The command.
+
+
+def _report(cell, error, way=""):
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    print(f"  {cell.impl} {way}: {first_line}"[:200], flush=True)
+
+
+def measure(cells, path, implementations=IMPLEMENTATIONS, resume=False):
+    """Measure cells and write their rows into a CSV, each cell as soon as it is measured.
+
+    Rows of other suites and implementations stay. With resume so do those of this commit, torch and triton, and their
+    cells are not measured again. Returns the cells that were measured.
+    """
+    replaced = {(cell.suite, cell.impl) for cell in cells}
+    same = {name: str(_session()[name]) for name in ("gpu", "commit", "torch", "triton")}
+    rows, recorded = [], set()
+    for row in _read(path):
+        if (row["suite"], row["impl"]) not in replaced:
+            rows.append(row)
+        elif resume and all(row[name] == value for name, value in same.items()):
+            rows.append(row)
+            recorded.add(Cell(row["suite"], shape_of(_typed(row)), row["impl"]))
+    print(f"{len(recorded.intersection(cells))} of {len(cells)} cells are recorded already")
+    cells = [cell for cell in cells if cell not in recorded]
+    begin = time.monotonic()
+    for i, cell in enumerate(cells):
+        left = f", about {(time.monotonic() - begin) / i * (len(cells) - i):.0f} s left" if i else ""
+        print(f"{i + 1} of {len(cells)}{left}: {cell.suite} {cell.impl} {cell.shape}", flush=True)
+        try:
+            with backend(cell.impl):
+                for row in SUITES[cell.suite][1](cell, implementations[cell.impl]):
+                    print("  {direction} {metric} {p50} {unit} {params}".format(**row), flush=True)
+                    rows.append(row)
+        except Exception as error:  # one that fails, or does not know the shape, must not end a run of many
+            _report(cell, error)
+        _write(path, rows)
+    return cells
 
 
 def main(arguments=None):
-    """Measure the suites and replace their rows in the CSV of this GPU."""
+    """Measure suites on this machine's GPU and replace their rows in its CSV."""
     parser = argparse.ArgumentParser(prog="python -m flashattn.bench", description=main.__doc__)
     parser.add_argument("--suite", choices=SUITES, action="append", help="one suite; may be repeated (default: all)")
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, action="append", help="one implementation; may be repeated")
     parser.add_argument("--out", type=Path, default=DATA, help="folder of the CSV (default: the package's own data)")
+    parser.add_argument("--resume", action="store_true", help="skip what this commit, torch and triton have recorded")
+    parser.add_argument("--no-autotune", action="store_true", help="leave out flex's max-autotune (minutes) compile")
     options = parser.parse_args(arguments)
-    suites = options.suite or list(SUITES)
     if not torch.cuda.is_available():
         raise SystemExit("flashattn.bench measures on a GPU, and there is none here")
-    gpu = _session()["gpu"].lower().replace(" ", "_")
-    path = options.out / f"{gpu}.csv"
-    kept = []
-    if path.exists():
-        with open(path, newline="") as file:
-            kept = [row for row in csv.DictReader(file) if row["suite"] not in suites]
-    rows = []
-    for suite in suites:
-        for row in SUITES[suite]():
-            rows.append(row)
-            print(
-                *(row[x] for x in ("suite", "impl", "direction", "head_dim", "seqlen_q", "causal", "p50", "unit")),
-                flush=True,
-            )
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(kept + rows)
-    print(f"{len(rows)} rows written to {path}")
+    cells = [cell for suite in options.suite or SUITES for cell in suite_cells(suite, options.impl)]
+    if fa3_module() is None:
+        print("fa3 is left out: pip install fa3-fwd")
+        cells = [cell for cell in cells if cell.impl != "fa3"]
+    implementations = dict(IMPLEMENTATIONS)
+    if options.no_autotune:
+        implementations["flex"] = functools.partial(flex, ways=FLEX_WAYS[:1])
+    path = options.out / f"{_session()['gpu'].lower().replace(' ', '_')}.csv"
+    measure(cells, path, implementations, options.resume)
+    print(f"{path} written")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from flashattn import attention_tiled, cost
-from flashattn.bench import naive_attention, peak_memory_bytes
+from flashattn.bench import peak_memory_bytes
+from flashattn.peers import naive_attention
 
 SHAPE = dict(batch=2, heads=4, heads_kv=4, seqlen_q=256, seqlen_k=256, head_dim=16)
 

@@ -20,13 +20,16 @@ MAY_IMPORT = {
     "ops": {"forward", "backward", "primitives", "derivative"},
     "api": {"ops"},
     "cost": set(),
-    "bench": {"cost", "api", "testing"},
+    "peers": {"api"},
+    "bench": {"peers", "testing"},
+    "goals": {"bench", "cost"},
     "doctor": {"api", "configs", "testing", "tiled"},
     "figures": {"cost"},
     "fuzz": {"api", "notebook", "reference", "testing"},
     "notebook": set(),
+    "tune": {"api", "backward", "forward", "testing"},
 }
-WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "api", "doctor", "__init__"}
+WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "api", "doctor", "goals", "peers", "__init__"}
 MAY_PLOT = {"figures", "explorer", "notebook"}
 
 

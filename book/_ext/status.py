@@ -12,6 +12,7 @@ from pathlib import Path
 
 from flashattn import cost
 from flashattn.bench import DATA, load_rows
+from flashattn.goals import check_goals
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "results"
@@ -24,6 +25,7 @@ TITLES = {
 }
 RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 WHERE = {"two_gpus": "two GPUs", "gpu": "GPU"}
+COLUMNS = ("flashattn", "sdpa_flash", "sdpa_cudnn", "flex", "fa3")  # of README's table
 BEGIN, END = "<!-- results: begin (make status writes this) -->", "<!-- results: end -->"
 
 
@@ -72,6 +74,23 @@ def sanitizer_section(results):
     return lines + [f"| {run['tool']} | {titles[run['run']]} | {run['findings']} |" for run in results["runs"]]
 
 
+def recorded_gpus():
+    """Return the names of the GPUs with recorded measurements."""
+    return sorted(path.stem for path in set(DATA.glob("*.csv")) - {DATA / "targets.csv"})
+
+
+def goals_section(gpu):
+    """Return the lines about what the kernels are meant to reach, and how far the recorded measurements are."""
+    commits = sorted({row["commit"][:12] for row in load_rows(gpu)})
+    lines = [f"Measured by `make bench` on {gpu}, commit {', '.join(commits)}. Speeds are ratios of medians.", ""]
+    lines += ["| target | measured | worst cell | cells | reached |", "|---|---|---|---|---|"]
+    for goal in check_goals(gpu):
+        measured = "–" if goal.measured is None else f"{goal.measured:.3g}"
+        reached = {True: "yes", False: "no", None: "not measured"}[goal.reached]
+        lines.append(f"| {goal.rule} | {measured} | {goal.where or '–'} | {goal.n_cells} | {reached} |")
+    return lines
+
+
 def counts_line(results):
     """Return one line that counts the outcomes of a test run."""
     return "{passed} passed, {failed} failed, {skipped} skipped".format(**results["counts"])
@@ -101,6 +120,9 @@ def status_page():
         sections = {"kernels": kernel_section, "fuzz": fuzz_section, "sanitizer": sanitizer_section}
         section = sections.get(path.stem, lambda results: [counts_line(results) + "."])
         lines += [*section(results), ""]
+    lines += ["## Targets", ""]
+    for gpu in recorded_gpus():
+        lines += [*goals_section(gpu), ""]
     lines += [
         "## This build",
         "",
@@ -191,8 +213,8 @@ def tflops(row):
 def results_table():
     """Return README's table: TFLOP/s of each implementation on the shapes of suite core, from the recorded CSV."""
     lines = []
-    for path in sorted(set(DATA.glob("*.csv")) - {DATA / "targets.csv"}):
-        rows = load_rows(path.stem, suite="core", metric="time")
+    for gpu in recorded_gpus():
+        rows = [row for row in load_rows(gpu, suite="core", metric="time") if row["impl"] in COLUMNS]
         if not rows:
             continue
         first = rows[0]
@@ -200,7 +222,7 @@ def results_table():
             (row["head_dim"], row["seqlen_q"], row["causal"], row["impl"], row["direction"]): f"{tflops(row):.0f}"
             for row in rows
         }
-        implementations = list(dict.fromkeys(row["impl"] for row in rows))
+        implementations = [impl for impl in COLUMNS if any(row["impl"] == impl for row in rows)]
         lines += [
             f"TFLOP/s, forward / backward, {first['dtype']}, {first['batch'] * first['seqlen_q']} tokens of width "
             f"{first['heads'] * first['head_dim']}, on one {first['gpu']} ({first['date']}, torch {first['torch']}, "
@@ -209,7 +231,7 @@ def results_table():
             "| head_dim | N | causal | " + " | ".join(implementations) + " |",
             "|---|---|---|" + "---|" * len(implementations),
         ]
-        for shape in dict.fromkeys(key[:3] for key in rates):
+        for shape in sorted({key[:3] for key in rates}):
             cells = [
                 " / ".join(rates.get((*shape, impl, direction), "–") for direction in ("forward", "backward"))
                 for impl in implementations

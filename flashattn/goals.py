@@ -1,0 +1,110 @@
+"""What the kernels are meant to reach beside the others, held to the measurements that ``flashattn.bench`` recorded."""
+
+import functools
+import math
+from typing import NamedTuple
+
+from . import cost
+from .bench import load_rows, shape_of
+
+
+class Goal(NamedTuple):
+    """One target and how far the recorded rows are: at least or at most ``limit``, in the worst of ``n_cells`` cells.
+
+    measured is None where nothing was recorded; where names the worst cell.
+    """
+
+    rule: str
+    limit: float
+    at_least: bool
+    measured: float | None
+    where: str
+    n_cells: int
+
+    @property
+    def reached(self):
+        """Say whether it is reached, None where nothing was measured."""
+        if self.measured is None:
+            return None
+        return self.measured >= self.limit if self.at_least else self.measured <= self.limit
+
+
+def _goal(rule, limit, values, *, at_least, mean=False):
+    """Make a Goal of {shape: value}; with mean their geometric mean counts, and not the worst."""
+    worst = (min if at_least else max)(values, key=values.get, default=None)
+    measured = values.get(worst)
+    if mean and values:
+        measured = math.prod(values.values()) ** (1 / len(values))
+    return Goal(rule, limit, at_least, measured, str(worst or ""), len(values))
+
+
+def check_goals(gpu):
+    """Hold the recorded rows of a GPU to what the kernels are meant to reach there.
+
+    A speed is the time of the other implementation over that of flashattn; in a cell that only the other has it is 0.
+
+    Args:
+        gpu: as for :func:`flashattn.bench.load_rows`.
+
+    Returns:
+        A list of ``Goal``, each with rule, limit, at_least, measured, where, n_cells and reached.
+    """
+    rows = load_rows(gpu)
+    values, speeds = functools.partial(_values, rows), functools.partial(_speeds, rows)
+    goals = []
+    for direction, flex_limit in (("forward", 1.05), ("backward", 1.10)):
+        for peer, limit in (("flex", flex_limit), ("sdpa_flash", 1.3)):
+            rule = f"core, {direction}: at least {limit:.2f} times as fast as {peer} in every cell"
+            goals.append(_goal(rule, limit, speeds("core", direction, peer), at_least=True))
+        rule = f"core, {direction}: at least 0.90 times as fast as sdpa_cudnn, geometric mean"
+        goals.append(_goal(rule, 0.9, speeds("core", direction, "sdpa_cudnn"), at_least=True, mean=True))
+    for direction in ("forward", "backward"):
+        rule = f"wide, {direction}: no cell slower than sdpa_flash"
+        goals.append(_goal(rule, 1.0, speeds("wide", direction, "sdpa_flash"), at_least=True))
+        times = values("wide", direction, "time")
+        full = {shape: times.get(shape._replace(window=None)) for shape in times if shape.window}
+        gains = {shape: time / times[shape] for shape, time in full.items() if time}
+        rule = f"wide, {direction}: window 1024 at N = 16k at least 4 times as fast as full causal"
+        goals.append(_goal(rule, 4.0, gains, at_least=True))
+    for direction in ("forward", "forward_backward"):
+        peaks = values("memory", direction, "peak_memory")
+        off = {shape: abs(peak / _results_bytes(shape, direction) - 1) for shape, peak in peaks.items()}
+        rule = f"memory, {direction}: within 0.02 of `cost.flash_peak_bytes` less the inputs"
+        goals.append(_goal(rule, 0.02, off, at_least=False))
+    for graph, limit in ((False, 1.5), (True, 1.0)):
+        ratios = speeds("short", "forward_backward", "sdpa_flash", graph)
+        times = {shape: 1 / ratio if ratio else math.inf for shape, ratio in ratios.items() if shape.seqlen == 128}
+        where = "under a CUDA graph" if graph else "call by call"
+        rule = f"short, N = 128, {where}: at most {limit:.1f} times the time of sdpa_flash"
+        goals.append(_goal(rule, limit, times, at_least=False))
+    for direction, limit in (("forward", 3.0), ("backward", 6.0)):
+        rule = f"compile: first {direction} within {limit:.0f} s"
+        goals.append(_goal(rule, limit, values("compile", direction, "first_call"), at_least=False))
+    errors = {}
+    for suite in ("core", "wide", "short"):
+        errors |= values(suite, "forward_backward", "rel_err")
+    return [*goals, _goal("error within the budget in every timed cell", 1.0, errors, at_least=False)]
+
+
+def _values(rows, suite, direction, metric, impl="flashattn", graph=None):
+    """Return the medians of one metric, {shape: p50}."""
+    wanted = dict(suite=suite, direction=direction, metric=metric, impl=impl)
+    found = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
+    return {shape_of(row): row["p50"] for row in found if row["params"].get("graph") == graph}
+
+
+def _speeds(rows, suite, direction, peer, graph=None):
+    ours = _values(rows, suite, direction, "time", graph=graph)
+    theirs = _values(rows, suite, direction, "time", peer, graph)
+    return {shape: theirs[shape] / ours.get(shape, math.inf) for shape in theirs} if ours else {}
+
+
+def _results_bytes(shape, direction):
+    """Return the peak bytes beyond q, k, v and (with a backward pass) do, by ``cost.flash_peak_bytes``."""
+    dtype_bytes = cost.DTYPE_BYTES[shape.dtype]
+    backward = direction == "forward_backward"
+    q_bytes, k_bytes = (
+        dtype_bytes * shape.batch * heads * shape.seqlen * shape.head_dim for heads in (shape.heads, shape.heads_kv)
+    )
+    inputs = q_bytes * (2 if backward else 1) + 2 * k_bytes
+    return cost.flash_peak_bytes(*shape.sizes(), dtype_bytes, backward=backward) - inputs
