@@ -48,6 +48,18 @@ def test_recorded_gpu_run_is_green_and_complete():
     assert results["counts"]["skipped"] <= 2, "what waits for paged decoding, and nothing else"
 
 
+def test_recorded_fuzz_run_found_nothing():
+    fuzz = json.loads((ROOT / "tests" / "results" / "fuzz.json").read_text())
+    assert fuzz["gpu"] and fuzz["cases"] >= 2000 and fuzz["failures"] == []
+    assert all(share <= 1 for shares in fuzz["worst"].values() for share in shares.values())
+
+
+def test_recorded_run_on_two_gpus_is_green():
+    results = json.loads((ROOT / "tests" / "results" / "two_gpus.json").read_text())
+    assert results["gpu"] and results["counts"]["passed"] >= 2
+    assert results["counts"]["failed"] == results["counts"]["error"] == results["counts"]["skipped"] == 0
+
+
 def test_recorded_sanitizer_run_found_nothing_but_what_was_planted():
     sanitizer = json.loads((ROOT / "tests" / "results" / "sanitizer.json").read_text())
     runs = {(run["tool"], run["run"]): run["findings"] for run in sanitizer["runs"]}
