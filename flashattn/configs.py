@@ -102,8 +102,8 @@ HOPPER_FULL = HOPPER | {("forward", 128): (128, 64, 4, 2)}
 # Everything else with tensor cores, down to 99 KiB of shared memory (8.6, 8.9, 12.0).
 PORTABLE = {
     ("forward", 64): (64, 64, 4, 2), ("forward", 128): (64, 64, 8, 2), ("forward", 256): (32, 32, 8, 2),
-    ("dkdv", 64): (32, 32, 4, 2), ("dkdv", 128): (16, 64, 8, 2), ("dkdv", 256): (16, 32, 8, 1),
-    ("dq", 64): (64, 64, 4, 2), ("dq", 128): (64, 64, 8, 2), ("dq", 256): (32, 32, 8, 2),
+    ("dkdv", 64): (64, 32, 8, 2), ("dkdv", 128): (16, 64, 8, 2), ("dkdv", 256): (16, 32, 8, 1),
+    ("dq", 64): (64, 64, 4, 2), ("dq", 128): (64, 64, 8, 2), ("dq", 256): (32, 32, 4, 2),
 }  # fmt: skip
 # Compute capability 10.x compiles these two otherwise: with the blocks above they spill.
 BLACKWELL = PORTABLE | {("forward", 256): (64, 64, 8, 2), ("dkdv", 128): (32, 32, 8, 2)}
