@@ -89,7 +89,7 @@ def target_of(device):
 
 # (direction, padded head_dim) -> (block_m, block_n, num_warps, num_stages), smallest padded head_dim first. Each was
 # compiled for its targets without a GPU (tests/test_targets.py): it fits the shared memory and, in fp16 and bf16 from
-# compute capability 8.0 on, spills no registers (but for the one entry that says so).
+# compute capability 8.0 on, spills no registers with Triton 3.6 and 3.7 (but for the one entry that says so).
 # Hopper, tuned with tiles loaded as boxes. Row by row these spill, but with one choice for both, results are the same
 # to the bit whatever the strides.
 HOPPER = {

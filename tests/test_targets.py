@@ -34,9 +34,10 @@ JOBS = {
 }
 
 
-# (target, kernel, head_dim, causal) -> bytes that may be spilled, where a block that spills nothing is slower: on an H200
-# by 5 to 10 % (forward, 128) and by 38 % (dK/dV, 256; it spills with Triton 3.4 alone).
-MAY_SPILL = {("sm_90", "forward", 128, False): 160, ("sm_90", "dkdv", 256, True): 32}
+# (target, kernel, head_dim, causal) -> bytes that may be spilled: the block that spills nothing is 5 to 10 % slower on an
+# H200. And with Triton 3.4, which allots registers less well, up to 10 registers may go wherever newer ones spill none.
+MAY_SPILL = {("sm_90", "forward", 128, False): 160}
+MAY_SPILL_WITH_THE_OLDEST = 40
 
 
 def assert_fits(row):
@@ -47,7 +48,8 @@ def assert_fits(row):
     )
     if row["target"] not in ("sm_75", "gfx942") and row["dtype"] != "float32" and row["extras"] in ("", "rows"):
         key = tuple(row[name] for name in ("target", "direction", "head_dim", "causal"))
-        assert row["spill_stores_bytes"] <= MAY_SPILL.get(key, 0) or row["extras"], row
+        allowed = MAY_SPILL.get(key, MAY_SPILL_WITH_THE_OLDEST if row["triton"].startswith("3.4.") else 0)
+        assert row["spill_stores_bytes"] <= allowed or row["extras"], row
         assert row["tensor_cores"], row
     assert not row["serialized"], row
 
