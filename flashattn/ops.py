@@ -99,9 +99,9 @@ def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_l
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_forward(q, k, v, _bytes(bias), *outputs[:3], _or_none(outputs[3]), cu_seqlens_q, cu_seqlens_k, **options)
-        for room in (x[..., q.shape[2] :] for x in outputs[2:]):
-            if room.numel():  # no row of the kernel's: the same in every call all the same
-                room.zero_()
+        if q.shape[2] % 4:  # what no row fills is the same in every call all the same
+            for x in outputs[2:]:
+                x[..., q.shape[2] :].zero_()
     return outputs
 
 
@@ -114,7 +114,8 @@ def _backward(
     gradients = _new_gradients(q, k, v)
     do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
     if dlse is not None:
-        dlse = torch.nn.functional.pad(dlse.resolve_neg(), (0, lse_log2.shape[2] - dlse.shape[2])).contiguous()
+        dlse, room = dlse.resolve_neg(), lse_log2.shape[2] - dlse.shape[2]
+        dlse = (torch.nn.functional.pad(dlse, (0, room)) if room else dlse).contiguous()
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_backward(

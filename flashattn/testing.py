@@ -221,6 +221,19 @@ def error_budget(inputs, reference=attention_reference, **kwargs):
     return truth, budget
 
 
+def largest_budget(draws, reference=attention_reference, **kwargs):
+    """Return (truth, budget) as ``error_budget`` does: the truth of the first draw, the largest budget of all.
+
+    On two rows and three keys eager's error in one draw is a matter of luck: between draws it varies by 2 and more.
+    """
+    first, *others = draws
+    truth, budget = error_budget(first, reference, **kwargs)
+    for inputs in others:
+        _, other = error_budget(inputs, reference, **kwargs)
+        budget = {name: max(budget[name], other[name]) for name in budget}
+    return truth, budget
+
+
 def budget_ratios(results, inputs, truth, budget):
     """Return each result's error as a multiple of its budget; at most 1 is within it.
 
@@ -273,15 +286,13 @@ def assert_within_budget(attention, case, device="cpu", seed=0, n_yardsticks=1, 
     """Raise AssertionError unless every result of a case is within the budget; return the ratios.
 
     attention is called with the options of the case, and if it is packed with cu_seqlens_q and cu_seqlens_k too. The
-    budget is the largest that n_yardsticks draws of the case give: on few rows eager can be lucky in one.
+    budget is the largest that n_yardsticks draws of the case give.
     """
     reference = packed_reference if case.packed else attention_reference
     options = case.options | case.offsets(device) | kwargs
     inputs = make_inputs(case, device, seed)
-    truth, budget = error_budget(inputs, reference, **options)
-    for i in range(1, n_yardsticks):
-        _, other = error_budget(make_inputs(case, device, seed + i), reference, **options)
-        budget = {name: max(budget[name], other[name]) for name in budget}
+    others = (make_inputs(case, device, seed + i) for i in range(1, n_yardsticks))
+    truth, budget = largest_budget((inputs, *others), reference, **options)
     ratios = budget_ratios(run(attention, inputs, **options), inputs, truth, budget)
     over = {name: ratio for name, ratio in ratios.items() if not ratio <= 1}
     if over:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from launches import KERNELS, record_launches
 from processes import python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -34,12 +35,6 @@ waits = pytest.mark.skip(reason="waits for paged decoding")
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(flashattn.__file__).parent
-KERNELS = (
-    "flashattn.forward._attn_fwd_kernel",
-    "flashattn.backward._attn_bwd_delta_kernel",
-    "flashattn.backward._attn_bwd_dkdv_kernel",
-    "flashattn.backward._attn_bwd_dq_kernel",
-)
 
 
 def case(*ids):
@@ -201,28 +196,6 @@ def with_results_in(monkeypatch, place):
     new_outputs, new_gradients = ops._new_outputs, ops._new_gradients
     monkeypatch.setattr(ops, "_new_outputs", lambda *inputs: tuple(map(place, new_outputs(*inputs))))
     monkeypatch.setattr(ops, "_new_gradients", lambda *inputs: tuple(map(place, new_gradients(*inputs))))
-
-
-def with_launches(monkeypatch, times=1):
-    """Have each kernel launched several times; return the list that will hold the grids."""
-    grids = []
-
-    class Launches:
-        def __init__(self, kernel):
-            self.kernel = kernel
-
-        def __getitem__(self, grid):
-            def launch(*arguments, **options):
-                grids.append(grid)
-                for _ in range(times):
-                    self.kernel[grid](*arguments, **options)
-
-            return launch
-
-    for name in KERNELS:
-        module, attribute = name.rsplit(".", 1)
-        monkeypatch.setattr(name, Launches(getattr(import_module(module), attribute)))
-    return grids
 
 
 # Head dimension
@@ -752,9 +725,9 @@ def test_page_ids_times_page_stride(case_id):
 
 @case("B40")
 def test_grids_have_one_axis(device, monkeypatch):
-    grids = with_launches(monkeypatch)
+    launches = record_launches(monkeypatch)
     run(kernel, draw(device, 5, 7, 16, heads=6, heads_kv=3, batch=2))
-    assert grids == [(12,), (12,), (6,), (12,)]
+    assert [grid for grid, _ in launches] == [(12,), (12,), (6,), (12,)]
 
 
 @gpu
@@ -1084,9 +1057,9 @@ def test_launching_again_changes_nothing(device, monkeypatch):
     """A tuner launches a kernel many times; results that are added up would show it."""
     inputs = draw(device, 40, 70, 16)
     once = run(kernel, inputs, causal=True)
-    grids = with_launches(monkeypatch, times=3)
+    launches = record_launches(monkeypatch, times=3)
     assert_same(once, run(kernel, inputs, causal=True))
-    assert len(grids) == 4
+    assert len(launches) == 4
 
 
 @case("B62-first")
