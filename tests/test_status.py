@@ -41,9 +41,9 @@ def test_recorded_gpu_run_is_green_and_complete():
     results = json.loads((ROOT / "tests" / "results" / "kernels.json").read_text())
     assert results["gpu"] and results["commit"] and results["counts"]["failed"] == 0 and results["counts"]["error"] == 0
     cases = {test["test"].split("[")[1].rstrip("]"): test for test in results["tests"] if "in_full" in test["test"]}
-    from test_kernels import FAMILY_CASES, GPU_CASES
+    from test_kernels import FAMILY_CASES, GPU_CASES, GPU_FEATURE_CASES
 
-    assert {case.id for case in GPU_CASES + FAMILY_CASES} <= set(cases)
+    assert {case.id for case in GPU_CASES + FAMILY_CASES + GPU_FEATURE_CASES} <= set(cases)
     assert all(ratio <= 1 for test in cases.values() for ratio in test["ratios"].values())
     assert results["counts"]["skipped"] <= 2, "what waits for paged decoding, and nothing else"
 
