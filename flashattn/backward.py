@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 
 from .configs import block_config, target_of
+from .launch import Launch, launch
 from .primitives import (
     NO_STRIDES,
     SIZES,
     add_bias,
     boxes_fit,
-    boxes_of,
+    boxes_pay,
     dot,
     grid_blocks,
     load_rows,
@@ -113,8 +114,8 @@ def _recompute_p_ds(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, q_desc, do_desc, lse_log2_desc, delta_desc,
-    bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dk_ptr, dv_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dk_ptr, dv_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, q_desc, do_desc, lse_log2_desc, delta_desc,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -193,8 +194,8 @@ def _attn_bwd_dkdv_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, k_desc, v_desc,
-    bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dq_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dq_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, k_desc, v_desc,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -265,48 +266,66 @@ def attn_backward(
     scale, softcap, window_left, window_right,
 ):  # fmt: skip
     """Launch the backward kernels; they write dq, dk and dv. Arguments as for ``attn_forward``; dlse may be None."""
+    tensors = dict(
+        q=q, k=k, v=v, do=do, bias=bias, out=out, lse_log2=lse_log2, lse_low=lse_low,
+        delta=lse_log2.new_empty(lse_log2.shape), dlse=dlse, dq=dq, dk=dk, dv=dv,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    launch(_decide_backward, tensors, scale, softcap, window_left, window_right)
+
+
+def _decide_backward(tensors, scale, softcap, window_left, window_right):
+    """Return the launches of a backward pass: delta, then dK and dV, then dQ. Those with nothing to write are left out.
+
+    The last two take the same numbers but for the strides of their results.
+    """
+    q, k, v, do, bias, out, *_, dq, dk, dv, cu_seqlens_q, _ = tensors.values()
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    delta = lse_log2.new_empty(lse_log2.shape)
     target = target_of(q.device)
-    sequences = (n_sequences, seqlen_k - seqlen_q, window_left, window_right)
-    statistics = (bias, lse_log2, lse_low, delta, dlse)
-    offsets = (cu_seqlens_q, cu_seqlens_k)
-    bias_strides = bias.stride() if bias is not None else NO_STRIDES
-    strides = (*q.stride(), *k.stride(), *v.stride(), *bias_strides, *do.stride())
+    strides = (*q.stride(), *k.stride(), *v.stride(), *(NO_STRIDES if bias is None else bias.stride()), *do.stride())
     sizes = (n_heads, n_heads // n_heads_kv, n_sequences, seqlen_q, seqlen_k, window_left, window_right)
     factors = (scale, *score_factors(scale, softcap))
+    sequences = (n_sequences, seqlen_k - seqlen_q, window_left, window_right)
+    launches = []
 
     def blocks(direction):
         return block_config(direction, head_dim, head_dim_v, q.dtype, target, causal=window_right is not None)
 
-    cfg = blocks("delta")
-    if grid := grid_blocks(batch, n_heads, seqlen_q, cfg.block_m):
-        _attn_bwd_delta_kernel[(grid,)](
-            out, do, delta, *out.stride(), *do.stride(), n_heads, seqlen_q, HEAD_DIM_V=head_dim_v,
-            **{name: value for name, value in cfg.launch().items() if name not in ("BLOCK_N", "BLOCK_D")},
-        )  # fmt: skip
+    def fit(*streamed):
+        return boxes_pay(q, k) and boxes_fit(target, streamed, bias, *sequences)
 
+    if out.numel():
+        cfg = blocks("delta")
+        launches.append(Launch(
+            _attn_bwd_delta_kernel,
+            grid=grid_blocks(batch, n_heads, seqlen_q, cfg.block_m),
+            boxes={},
+            numbers=(*out.stride(), *do.stride(), n_heads, seqlen_q),
+            constants=dict(HEAD_DIM_V=head_dim_v)
+            | {name: value for name, value in cfg.launch().items() if name not in ("BLOCK_N", "BLOCK_D")},
+        ))  # fmt: skip
     if dk.numel():
         cfg = blocks("dkdv")
-        # Boxes of 16 row statistics, 64 bytes, Triton 3.6 puts where no copy can write.
-        boxes = cfg.block_m >= 32 and boxes_fit(target, (q, do), bias, *sequences)
-        stats_box = (1, 1, cfg.block_m)
-        descriptors = boxes_of(
-            boxes, (q, (*stats_box, cfg.block_d)), (do, (*stats_box, cfg.block_dv)),
-            (lse_log2, stats_box), (delta, stats_box),
-        )  # fmt: skip
-        _attn_bwd_dkdv_kernel[(grid_blocks(batch, n_heads_kv, seqlen_k, cfg.block_n, n_sequences),)](
-            q, k, v, do, *descriptors, *statistics, dk, dv, *offsets, *strides, *dk.stride(), *dv.stride(),
-            *sizes, *factors, HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, **cfg.launch(),
-        )  # fmt: skip
-
+        box = (1, 1, cfg.block_m)
+        boxes = dict(q=(*box, cfg.block_d), do=(*box, cfg.block_dv), lse_log2=box, delta=box)
+        launches.append(Launch(
+            _attn_bwd_dkdv_kernel,
+            grid=grid_blocks(batch, n_heads_kv, seqlen_k, cfg.block_n, n_sequences),
+            # Boxes of 16 row statistics, 64 bytes, Triton 3.6 puts where no copy can write.
+            boxes=boxes if cfg.block_m >= 32 and fit(q, do) else {},
+            numbers=(*strides, *dk.stride(), *dv.stride(), *sizes, *factors),
+            constants=dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v) | cfg.launch(),
+        ))  # fmt: skip
     if dq.numel():
-        boxes = boxes_fit(target, (k, v), bias, *sequences)
         cfg = blocks("dq")
-        descriptors = boxes_of(boxes, (k, (1, 1, cfg.block_n, cfg.block_d)), (v, (1, 1, cfg.block_n, cfg.block_dv)))
-        _attn_bwd_dq_kernel[(grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),)](
-            q, k, v, do, *descriptors, *statistics, dq, *offsets, *strides, *dq.stride(), *sizes, *factors,
-            HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, **cfg.launch(),
-        )  # fmt: skip
+        boxes = dict(k=(1, 1, cfg.block_n, cfg.block_d), v=(1, 1, cfg.block_n, cfg.block_dv))
+        launches.append(Launch(
+            _attn_bwd_dq_kernel,
+            grid=grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),
+            boxes=boxes if fit(k, v) else {},
+            numbers=(*strides, *dq.stride(), *sizes, *factors),
+            constants=dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v) | cfg.launch(),
+        ))  # fmt: skip
+    return launches

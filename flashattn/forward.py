@@ -4,13 +4,14 @@ import triton
 import triton.language as tl
 
 from .configs import block_config, target_of
+from .launch import Launch, launch
 from .primitives import (
     LOWEST,
     NO_STRIDES,
     SIZES,
     add_bias,
     boxes_fit,
-    boxes_of,
+    boxes_pay,
     dot,
     grid_blocks,
     load_rows,
@@ -33,8 +34,8 @@ from .primitives import (
 
 @triton.jit(do_not_specialize=SIZES)
 def _attn_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, bias_ptr, out_ptr, lse_ptr, lse_log2_ptr, lse_low_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, lse_log2_ptr, lse_low_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, k_desc, v_desc,
     stride_qb, stride_qh, stride_qm, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -136,18 +137,36 @@ def attn_forward(
     bias is None or (batch, n_heads, seqlen_q, seqlen_k): added to the scores, or, as uint8, 0 where hidden. lse_low may
     be None. The cu_seqlens are None, or the offsets of sequences packed into a batch of 1. scale is over 0.
     """
+    tensors = dict(
+        q=q, k=k, v=v, bias=bias, out=out, lse=lse, lse_log2=lse_log2, lse_low=lse_low,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+    )  # fmt: skip
+    launch(_decide_forward, tensors, scale, softcap, window_left, window_right)
+
+
+def _decide_forward(tensors, scale, softcap, window_left, window_right):
+    """Return the one launch of a forward pass, in a list."""
+    q, k, v, bias, out, cu_seqlens_q = (tensors[name] for name in ("q", "k", "v", "bias", "out", "cu_seqlens_q"))
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     if out.numel() == 0:
-        return
+        return []
     n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     target = target_of(q.device)
-    boxes = boxes_fit(target, (k, v), bias, n_sequences, seqlen_k - seqlen_q, window_left, window_right)
     cfg = block_config("forward", head_dim, head_dim_v, q.dtype, target, causal=window_right is not None)
-    k_desc, v_desc = boxes_of(boxes, (k, (1, 1, cfg.block_n, cfg.block_d)), (v, (1, 1, cfg.block_n, cfg.block_dv)))
-    _attn_fwd_kernel[(grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),)](
-        q, k, v, k_desc, v_desc, bias, out, lse, lse_log2, lse_low, cu_seqlens_q, cu_seqlens_k,
-        *q.stride(), *k.stride(), *v.stride(), *(bias.stride() if bias is not None else NO_STRIDES), *out.stride(),
+    sequences = (n_sequences, seqlen_k - seqlen_q, window_left, window_right)
+    fit = boxes_pay(q, k) and boxes_fit(target, (k, v), bias, *sequences)
+    numbers = (
+        *q.stride(), *k.stride(), *v.stride(), *(NO_STRIDES if bias is None else bias.stride()), *out.stride(),
         n_heads, n_heads // n_heads_kv, n_sequences, seqlen_q, seqlen_k, window_left, window_right,
-        *score_factors(scale, softcap), HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v, **cfg.launch(),
+        *score_factors(scale, softcap),
     )  # fmt: skip
+    return [
+        Launch(
+            _attn_fwd_kernel,
+            grid=grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),
+            boxes=dict(k=(1, 1, cfg.block_n, cfg.block_d), v=(1, 1, cfg.block_n, cfg.block_dv)) if fit else {},
+            numbers=numbers,
+            constants=dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v) | cfg.launch(),
+        )
+    ]

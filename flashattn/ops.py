@@ -24,8 +24,10 @@ def attention(*arguments):
     """Run attention on checked arguments, those of ARGUMENTS, differentiably; return (out, lse). scale is over 0."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0 or not all(map(_is_plain, arguments)):
         out, lse, *_ = torch.ops.flashattn.forward(*arguments)
+    elif torch._C._are_functorch_transforms_active():
+        out, lse, *_ = _Transformed.apply(*arguments)
     else:
-        out, lse, *_ = _Attention.apply(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in arguments))
+        out, lse, *_ = _Eager.apply(*(x.resolve_neg() if isinstance(x, torch.Tensor) else x for x in arguments))
     return out, lse
 
 
@@ -69,10 +71,8 @@ def _new_outputs(q, v, bias):
     lse_low, what lse_log2 lost in rounding, is empty where nobody would see that: in half precision without a mask.
     In the last two each head has room for a multiple of 4 rows, 16 bytes, as copies of boxes want it.
     """
-    order = sorted(range(4), key=q.stride, reverse=True)
-    shape = (*q.shape[:3], v.shape[3])
-    out = q.new_empty([shape[i] for i in order]).permute([order.index(i) for i in range(4)])
-    lse = q.new_empty(shape[:3], dtype=torch.float32)
+    out = torch.empty_like(q if v.shape[3] == q.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3]))
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
     exact = bias is not None or q.dtype == torch.float32
     lse_log2 = lse.new_empty((*q.shape[:2], (q.shape[2] + 3) // 4 * 4))
     return out, lse, lse_log2, torch.empty_like(lse_log2) if exact else lse.new_empty(0)
@@ -154,13 +154,14 @@ def _vmap_rule(call, n_options=4):
     return rule
 
 
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(*arguments):
-        forward = torch.ops.flashattn.forward if _is_transformed(*arguments[:6]) else _forward
-        return forward(*arguments)
+class _Eager(torch.autograd.Function):
+    """What an ordinary call differentiates through. Its forward takes ctx: setup_context would cost 20 µs a call."""
 
-    setup_context = staticmethod(_setup_context)
+    @staticmethod
+    def forward(ctx, *arguments):
+        results = _forward(*arguments)
+        _setup_context(ctx, arguments, results)
+        return results
 
     @staticmethod
     @first_derivative_only
@@ -172,14 +173,24 @@ class _Attention(torch.autograd.Function):
         return *backward(*tensors, *ctx.options), *(None,) * (N_ARGUMENTS - 3)
 
     @staticmethod
-    def vmap(info, in_dims, *arguments):
-        return _vmap_rule(_Attention.apply)(info, in_dims, *arguments)
-
-    @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(
             "flash_attention has no forward-mode derivative: use flashattn.attention_reference where one is needed"
         )
+
+
+class _Transformed(_Eager):
+    """The same under torch.func, which wants setup_context apart from forward, and an operator to see."""
+
+    @staticmethod
+    def forward(*arguments):
+        return torch.ops.flashattn.forward(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+
+    @staticmethod
+    def vmap(info, in_dims, *arguments):
+        return _vmap_rule(_Transformed.apply)(info, in_dims, *arguments)
 
 
 torch.library.define("flashattn::forward", f"({ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")

@@ -5,7 +5,6 @@ Everything here works on one tile in registers. Chapters 4 and 5 introduce the h
 
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = tl.constexpr(1.4426950408889634)  # log2(e): exp(x) = exp2(x * LOG2E), and exp2 is what the hardware has
 LN2 = tl.constexpr(0.6931471805599453)
@@ -18,6 +17,7 @@ INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
 # one is 1, and that the others are multiples of 16, is what lets a tile be read in wide pieces.
 SIZES = ["n_heads", "group", "n_sequences", "seqlen_q", "seqlen_k", "window_left", "window_right"]
 NO_STRIDES = (0, 0, 0, 0)
+SCORES_WORTH_A_BOX = 2**22  # in all heads together; see boxes_pay
 
 
 @triton.jit
@@ -76,9 +76,12 @@ def boxes_fit(target, tensors, bias, n_sequences, shift, window_left, window_rig
     )  # fmt: skip
 
 
-def boxes_of(fit, *tensors_and_boxes):
-    """Describe each tensor for loads of one box, (tensor, shape of the box); or return as many None."""
-    return [TensorDescriptor.from_tensor(x, list(box)) if fit else None for x, box in tensors_and_boxes]
+def boxes_pay(q, k):
+    """Say whether a call is long enough for boxes. The results are the same to the bit either way.
+
+    To describe a tensor takes the host some 8 µs, and a kernel over few scores is done before its launch is.
+    """
+    return INTERPRETED.value or q[..., 0].numel() * k.shape[2] >= SCORES_WORTH_A_BOX
 
 
 @triton.jit

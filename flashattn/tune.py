@@ -36,7 +36,7 @@ class Launcher:
     """Stand in for a kernel while ``flash_attention`` runs: only compile it, or launch it and keep the launch."""
 
     def __init__(self, kernel, compile_only):
-        self.kernel, self.compile_only = kernel, compile_only
+        self.kernel, self.arg_names, self.compile_only = kernel, kernel.arg_names, compile_only
 
     def __getitem__(self, grid):
         return functools.partial(self._launch, grid)
@@ -52,7 +52,11 @@ class Launcher:
 @contextlib.contextmanager
 def replaced(direction, blocks=(), compile_only=False):
     """Give the kernel of a direction other blocks for a while (by default the table's), and yield its Launcher."""
-    from . import backward, forward  # here, so that the command can say that there is no GPU where Triton is missing
+    from . import (
+        backward,
+        forward,
+        launch,
+    )  # here, so that the command can say that there is no GPU where Triton is missing
 
     module, name = {
         "forward": (forward, "_attn_fwd_kernel"),
@@ -70,11 +74,13 @@ def replaced(direction, blocks=(), compile_only=False):
 
     setattr(module, name, launcher)
     module.block_config = chosen
+    launch.LAUNCHES.clear()  # what is remembered was decided by the table
     try:
         yield launcher
     finally:
         setattr(module, name, kernel)
         module.block_config = block_config
+        launch.LAUNCHES.clear()
 
 
 def call(job, seqlen=1024, batch=1):

@@ -15,8 +15,9 @@ MAY_IMPORT = {
     "testing": {"reference"},
     "primitives": set(),
     "configs": set(),
-    "forward": {"primitives", "configs"},
-    "backward": {"primitives", "configs"},
+    "launch": set(),
+    "forward": {"primitives", "configs", "launch"},
+    "backward": {"primitives", "configs", "launch"},
     "ops": {"forward", "backward", "primitives", "derivative"},
     "api": {"ops"},
     "cost": set(),
@@ -27,7 +28,7 @@ MAY_IMPORT = {
     "figures": {"cost"},
     "fuzz": {"api", "notebook", "reference", "testing"},
     "notebook": set(),
-    "tune": {"api", "backward", "forward", "testing"},
+    "tune": {"api", "backward", "forward", "launch", "testing"},
 }
 WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "api", "doctor", "goals", "peers", "__init__"}
 MAY_PLOT = {"figures", "explorer", "notebook"}

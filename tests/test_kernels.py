@@ -1,6 +1,9 @@
 """The Triton kernels against the error budget: in the interpreter here, and in full on a GPU (`make test-gpu`)."""
 
+import gc
 import math
+import weakref
+from importlib import import_module
 
 import pytest
 import torch
@@ -102,8 +105,13 @@ def check(case, device, record_property):
     record_property("ratios", {name: round(ratio, 3) for name, ratio in ratios.items()})
     inputs = make_inputs(case, device)
     first, second = (run(kernel, inputs, **case.options, **case.offsets(device)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:  # small calls read rows; as boxes they are the same
+        patch.setattr("flashattn.primitives.SCORES_WORTH_A_BOX", 0)
+        patch.setattr("flashattn.launch.LAUNCHES", {})
+        boxed = run(kernel, inputs, **case.options, **case.offsets(device))
     for name in first:
         assert torch.equal(first[name], second[name]), f"{name} differs on a second run"
+        assert torch.equal(first[name], boxed[name]), f"{name} differs where tiles come as boxes"
 
 
 @pytest.mark.parametrize("case", CPU_CASES + CPU_FEATURE_CASES, ids=lambda case: case.id)
@@ -291,3 +299,75 @@ def test_many_batch_entries_and_heads(batch, heads, device):
     inputs = make_inputs(Case(5, 5, 16, "fp16", True, heads, heads, 1), device)
     ratios = error_ratios(kernel, inputs._replace(q=q, k=k, v=v, do=do, dlse=None), causal=True)
     assert max(ratios.values()) <= 1, ratios
+
+
+# Launches that are remembered
+
+
+def test_a_known_kind_of_call_decides_nothing_again(device, monkeypatch):
+    monkeypatch.setattr("flashattn.launch.LAUNCHES", {})
+    decided = []
+    for module in map(import_module, ("flashattn.forward", "flashattn.backward")):
+        choose = module.block_config
+        monkeypatch.setattr(module, "block_config", lambda *a, choose=choose, **b: decided.append(a) or choose(*a, **b))
+    first = make_inputs(Case(33, 70, 16, "fp16", True, 2, 2), device)
+    other = make_inputs(Case(33, 70, 16, "fp16", True, 2, 2), device, seed=1)
+    run(kernel, first, causal=True)
+    assert len(decided) == 4
+    for inputs in (other, first):  # what is remembered are decisions, not tensors
+        assert max(error_ratios(kernel, inputs, causal=True).values()) <= 1
+    assert len(decided) == 4
+    run(kernel, first)
+    assert len(decided) == 8
+
+
+@pytest.mark.parametrize("change", ["strides", "alignment", "dtype", "length", "scale", "softcap", "window", "packed"])
+def test_calls_of_another_kind_are_decided_anew(change, device, monkeypatch):
+    """Whatever Triton or the launchers look at is part of the key: after another call each result is still its own."""
+    monkeypatch.setattr("flashattn.launch.LAUNCHES", {})
+    q, k, v = (torch.randn(1, 2, 48, 32, device=device, dtype=torch.float16) for _ in range(3))
+    first, plain = (q, k, v), flash_attention(q, k, v, causal=True)
+    options = dict(causal=True)
+    if change == "strides":
+        k = torch.empty(1, 48, 2, 40, device=device, dtype=k.dtype).transpose(1, 2)[..., :32].copy_(k)
+    elif change == "alignment":
+        k = torch.empty(k.numel() + 1, device=device, dtype=k.dtype)[1:].view_as(k).copy_(k)
+    elif change == "dtype":
+        q, k, v = q.float(), k.float(), v.float()
+    elif change == "length":
+        k, v = k[:, :, :47], v[:, :, :47]
+    elif change in ("scale", "softcap", "window"):
+        options[change] = {"scale": 0.5, "softcap": 3.0, "window": (5, 0)}[change]
+    if change == "packed":
+        offsets = torch.tensor([0, 20, 48], device=device, dtype=torch.int32)
+        packed = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+        out = flash_attention_varlen(*packed, offsets, offsets, causal=True).transpose(0, 1)[None]
+        expected = torch.cat([attention_reference(*(x[:, :, rows].double() for x in (q, k, v)), causal=True)[0]
+                              for rows in (slice(0, 20), slice(20, 48))], dim=2)  # fmt: skip
+    else:
+        out = flash_attention(q, k, v, **options)
+        expected = attention_reference(q.double(), k.double(), v.double(), **options)[0]
+    assert (out.double() - expected).abs().max() < 4e-3
+    assert len(import_module("flashattn.launch").LAUNCHES) == 2
+    assert torch.equal(plain, flash_attention(*first, causal=True))
+
+
+def test_remembered_launches_keep_no_tensor_alive(device, monkeypatch):
+    monkeypatch.setattr("flashattn.launch.LAUNCHES", {})
+    q = torch.randn(1, 2, 48, 32, device=device, dtype=torch.float16)
+    alive = weakref.ref(q)
+    flash_attention(q, q, q)
+    flash_attention(q, q, q)
+    del q
+    gc.collect()
+    assert alive() is None
+
+
+def test_there_is_an_end_to_what_is_remembered(device, monkeypatch):
+    launch = import_module("flashattn.launch")
+    monkeypatch.setattr(launch, "LAUNCHES", {})
+    monkeypatch.setattr(launch, "MOST", 3)
+    for n in range(1, 8):
+        x = torch.randn(1, 1, n, 16, device=device)
+        flash_attention(x, x, x)
+        assert 1 <= len(launch.LAUNCHES) <= 3

@@ -40,7 +40,11 @@ def test_readme_table_is_rendered_from_the_csv():
 def test_recorded_gpu_run_is_green_and_complete():
     results = json.loads((ROOT / "tests" / "results" / "kernels.json").read_text())
     assert results["gpu"] and results["commit"] and results["counts"]["failed"] == 0 and results["counts"]["error"] == 0
-    cases = {test["test"].split("[")[1].rstrip("]"): test for test in results["tests"] if "repeatability_in_full" in test["test"]}
+    cases = {
+        test["test"].split("[")[1].rstrip("]"): test
+        for test in results["tests"]
+        if "repeatability_in_full" in test["test"]
+    }
     from test_kernels import FAMILY_CASES, GPU_CASES, GPU_FEATURE_CASES
 
     assert {case.id for case in GPU_CASES + FAMILY_CASES + GPU_FEATURE_CASES} <= set(cases)
