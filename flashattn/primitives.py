@@ -17,7 +17,7 @@ INTERPRETED = tl.constexpr(not isinstance(tl.sum, triton.JITFunction))
 # one is 1, and that the others are multiples of 16, is what lets a tile be read in wide pieces.
 SIZES = ["n_heads", "group", "n_sequences", "seqlen_q", "seqlen_k", "window_left", "window_right"]
 NO_STRIDES = (0, 0, 0, 0)
-SCORES_WORTH_A_BOX = 2**22  # in all heads together; see boxes_pay
+SCORES_WORTH_A_BOX = 2**24  # in all heads together; see boxes_pay
 
 
 @triton.jit
