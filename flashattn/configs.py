@@ -93,11 +93,9 @@ def target_of(device):
 # Hopper, tuned with tiles loaded as boxes. Row by row these spill, but with one choice for both, results are the same
 # to the bit whatever the strides.
 HOPPER = {
-    ("forward", 32): (64, 64, 4, 3), ("forward", 64): (64, 128, 4, 2),
-    ("forward", 128): (64, 64, 4, 3), ("forward", 256): (128, 64, 8, 2),
-    ("dkdv", 32): (64, 64, 4, 3), ("dkdv", 64): (64, 64, 4, 3),
-    ("dkdv", 128): (64, 64, 4, 2), ("dkdv", 256): (64, 64, 8, 2),
-    ("dq", 32): (64, 64, 4, 3), ("dq", 64): (64, 128, 4, 3), ("dq", 128): (128, 64, 8, 3), ("dq", 256): (128, 32, 8, 3),
+    ("forward", 64): (64, 128, 4, 2), ("forward", 128): (64, 64, 4, 3), ("forward", 256): (128, 64, 8, 2),
+    ("dkdv", 64): (64, 64, 4, 3), ("dkdv", 128): (64, 64, 4, 2), ("dkdv", 256): (64, 64, 8, 2),
+    ("dq", 64): (64, 128, 4, 3), ("dq", 128): (128, 64, 8, 3), ("dq", 256): (128, 32, 8, 3),
 }  # fmt: skip
 # Without a causal mask this is 5 to 10 % faster than the block that spills nothing, though it spills 120 bytes.
 HOPPER_FULL = HOPPER | {("forward", 128): (128, 64, 4, 2)}
@@ -122,7 +120,7 @@ def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
     Args:
         direction: "forward", "delta", "dkdv" or "dq".
         head_dim, head_dim_v: 1 to 256; tiles are padded to the next power of two, at least 16 (on
-            Hopper's matrix units 32).
+            Hopper's matrix units 64).
         dtype: torch.float16, torch.bfloat16 or torch.float32.
         target: a :class:`Target`.
         causal: whether the kernel skips keys after the diagonal.
@@ -131,11 +129,10 @@ def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
         A :class:`BlockConfig`.
     """
     on_matrix_units = dtype != torch.float32 and target.matrix_units != "none"
-    # With tiles 16 wide Triton 3.6 lets wgmma read past the end of shared memory.
-    on_wgmma = on_matrix_units and target.matrix_units == "wgmma"
-    narrowest = 32 if on_wgmma else 16
+    # With tiles 16 wide Triton 3.6 lets wgmma read past the end of shared memory; with 32 results changed with strides.
+    narrowest = 64 if on_matrix_units and target.matrix_units == "wgmma" else 16
     block_d, block_dv = (max(narrowest, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
-    width = max(32 if on_wgmma else 64, block_d, block_dv)
+    width = max(64, block_d, block_dv)
     if target == INTERPRETER:
         choice = (64, 64, 4, 1)
     elif direction == "delta":

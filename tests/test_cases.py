@@ -820,10 +820,11 @@ LAYOUTS = (
 )
 
 
+@parametrize("head_dim", [16, 32, 64, 128, 256], ids=lambda head_dim: f"D{head_dim}")
 @parametrize("rotation", [param(i, id=f"B47-{i}") for i in range(len(LAYOUTS))])
-def test_four_layouts(rotation, device):
+def test_four_layouts(rotation, head_dim, device):
     """In five rotations each tensor has each layout, and never two tensors the same."""
-    inputs = plain(draw(device, 20, 33, 16, heads=4, heads_kv=2))
+    inputs = plain(draw(device, 20, 33, head_dim, heads=4, heads_kv=2))
     turned = LAYOUTS[rotation:] + LAYOUTS[:rotation]
     views = Inputs(*(place(x) for place, x in zip(turned, inputs[:4], strict=False)), inputs.dlse)
     assert len({x.stride() for x in views[:4]}) == 4
