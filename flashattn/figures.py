@@ -46,25 +46,36 @@ STYLE = {
 class Picture:
     """A matplotlib figure as an inline SVG with a text alternative. alt says what the picture shows, not what it is."""
 
-    def __init__(self, figure, alt):
+    def __init__(self, figure, alt, prefix=None):
+        """Make the SVG. prefix: begins its ids; by default a hash of the content, which differs between pictures."""
         self.figure, self.alt = figure, alt
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        svg = buffer.getvalue()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S).replace(INK, "currentColor")
+        svg = _lean(buffer.getvalue()).replace(INK, "currentColor")
         # Several pictures share a page: make their ids differ.
-        prefix = "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]
+        prefix = prefix or "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]
         svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
         width = float(re.search(r'width="([\d.]+)pt"', svg).group(1))
-        attributes = (
-            f'role="img" aria-label="{html.escape(alt)}" style="width:100%;max-width:{width * 1.7:.0f}px;height:auto"'
-        )
+        look = f"width:100%;max-width:{width * 1.7:.0f}px;height:auto;stroke-linejoin:round;stroke-linecap:butt"
+        attributes = f'role="img" aria-label="{html.escape(alt)}" style="{look}"'
         svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)  # the page sets the size
         self.svg = svg.replace("<svg", f"<svg {attributes}", 1)
 
     def _repr_html_(self):
         return f'<div class="flashattn-picture">{self.svg}</div>'
+
+
+def _lean(svg):
+    """Leave out of matplotlib's SVG what a page does not need: about half."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)  # it would apply to the whole page
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+    # A hundredth of a point is finer than any screen. Labels stay as they are: only attributes are rounded.
+    places = r'\b(?:d|x|y|x1|y1|x2|y2|width|height|transform)="[^"]*"'
+    svg = re.sub(places, lambda match: re.sub(r"\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", match[0]), svg)
+    return re.sub(r"\s*\n\s*", "\n", svg)
 
 
 def picture(draw):
