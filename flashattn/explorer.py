@@ -53,7 +53,9 @@ class Control:
             raise ValueError(f"`values` of control {self.label!r} must have two values or more, got {list(values)}")
         numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
         if not numbers and not all(isinstance(value, str) for value in values):
-            raise TypeError(f"`values` of control {self.label!r} must be all numbers or all strings, got {list(values)}")
+            raise TypeError(
+                f"`values` of control {self.label!r} must be all numbers or all strings, got {list(values)}"
+            )
         if len(set(values)) < len(values):
             raise ValueError(f"`values` of control {self.label!r} must differ, got {list(values)}")
         if not isinstance(self.label, str) or not self.label.strip():
@@ -94,7 +96,9 @@ class Explorer:
                     sys.modules["matplotlib.pyplot"].close(shown)
                 shown = Picture(shown, sentence, prefix=self._prefix()).svg
         if not isinstance(shown, str):
-            raise TypeError(f"`draw` must return a matplotlib Figure or a string of HTML, got {_name(shown)} for {values}")
+            raise TypeError(
+                f"`draw` must return a matplotlib Figure or a string of HTML, got {_name(shown)} for {values}"
+            )
         return shown, sentence
 
     def settings(self):
@@ -147,9 +151,9 @@ def explore(draw, **controls):
     """Make a figure that answers when its reader moves a control, with a kernel and without one.
 
     Args:
-        draw: called with one value for each control, by name. Returns (shown, sentence): a matplotlib Figure or a string
-            of HTML, and what this frame shows in one sentence, which is its text alternative and is read out when the
-            frame changes. It is called once for every combination of values, so it should take milliseconds.
+        draw: called with one value for each control, by name. Returns (shown, sentence): a matplotlib Figure or a
+            string of HTML, and what this frame shows in one sentence, which is its text alternative and is read out
+            when the frame changes. It is called once for every combination of values, so it should take milliseconds.
         controls: a :class:`Control` for each argument of ``draw``, in the order in which they stand above the figure.
 
     Returns:
@@ -202,7 +206,8 @@ def _control_html(id_, name, control):
         text = html.escape(texts[start])
         field = (
             f'<input type="range" id="{id_}" data-control="{name}" min="0" max="{len(texts) - 1}" step="1" '
-            f'value="{start}" autocomplete="off" aria-valuetext="{text}" data-values="{html.escape(json.dumps(texts))}">'
+            f'value="{start}" autocomplete="off" aria-valuetext="{text}" '
+            f'data-values="{html.escape(json.dumps(texts, ensure_ascii=False))}">'
             # The input's own value text is read out, so this one is for the eye only.
             f'<output for="{id_}" aria-hidden="true">{text}</output>'
         )
@@ -215,7 +220,7 @@ def _control_html(id_, name, control):
 
 
 def pack(frames):
-    """Return frames, (HTML, sentence) each, as base64 of compressed JSON: distinct pieces, and their numbers by frame."""
+    """Return frames, (HTML, sentence) each, as base64 of compressed JSON: distinct pieces, their numbers by frame."""
     numbers, packed = {}, []
     for shown, sentence in frames:
         # A piece is a line or an element of one: what changes between two frames is seldom more than a few of them.

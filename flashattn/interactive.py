@@ -1,7 +1,7 @@
 """The drawings of the interactive figures, for :func:`flashattn.explorer.explore`. They compute no attention.
 
 A figure has hundreds of frames, so these functions write their SVG by hand: it takes microseconds, and two frames share
-most of their elements. Each takes the data of its figure first, then the reader's settings, and returns (SVG, sentence).
+most of their elements. Each takes the data of its figure, then the reader's settings, and returns (SVG, sentence).
 """
 
 import html
@@ -23,7 +23,7 @@ def size_text(n_bytes):
 
 
 def _svg(height, parts, sentence):
-    look = "width:100%;max-width:600px;height:auto;fill:currentColor;font-size:11px;font-family:inherit"
+    look = "width:100%;max-width:540px;height:auto;fill:currentColor;font-size:11px;font-family:inherit"
     head = f'<svg role="img" aria-label="{html.escape(sentence)}" viewBox="0 0 {WIDTH} {height}" style="{look}">'
     return "\n".join([head, *parts, "</svg>"]), sentence
 
@@ -127,7 +127,7 @@ ARTICLE_CASE = (6144, 40e9)  # claim C03: tokens, and bytes of attention's inter
 
 
 def wall_bytes(n, batch, heads, dtype_bytes):
-    """Return {(who, with backward): peak bytes} of one attention layer with heads of 64 channels, as chapter 1 counts."""
+    """Return {(who, with backward): peak bytes} of one layer with heads of 64 channels, as chapter 1 counts."""
     sizes = batch, heads, heads, n, n, 64, dtype_bytes
     do_and_dv = 2 * batch * heads * n * 64 * dtype_bytes
     return {
@@ -151,8 +151,10 @@ def longest_that_fits(who, backward, batch, heads, dtype_bytes, memory_bytes):
 def memory_wall(seqlen, batch, heads, dtype, gpu):
     """Draw the peak memory of one layer against N, what a GPU holds, and the case of the article (W1)."""
     dtype_bytes, limit = cost.DTYPE_BYTES[dtype], cost.GPUS[gpu].memory_bytes
-    plot = _Plot(46, 12, 352, 190, (1024, 131072), (1e7, 1e13), log_x=True, log_y=True)
-    names = {10**p: text for p, text in zip(range(7, 14), ("10 MB", "", "1 GB", "", "100 GB", "", "10 TB"), strict=True)}
+    plot = _Plot(46, 12, 342, 190, (1024, 131072), (1e7, 1e13), log_x=True, log_y=True)
+    names = {
+        10**p: text for p, text in zip(range(7, 14), ("10 MB", "", "1 GB", "", "100 GB", "", "10 TB"), strict=True)
+    }
     plot.ticks({n: f"{n // 1024}k" for n in WALL_LENGTHS if n != 6144}, names, "sequence length N")
     curves = {n: wall_bytes(n, batch, heads, dtype_bytes) for n in WALL_LENGTHS}
     plot.parts += [_line(plot.x(seqlen), plot.top, plot.x(seqlen), plot.bottom, opacity=0.5, dash="2 2")]
@@ -160,23 +162,31 @@ def memory_wall(seqlen, batch, heads, dtype, gpu):
     plot.parts += [_text(plot.left + 4, plot.y(limit) - 4, f"{gpu}: out of memory above", bold=True, size=10)]
     x, y = plot.x(ARTICLE_CASE[0]), plot.y(ARTICLE_CASE[1])
     plot.parts.append(f'<path d="M{_n(x - 4)} {_n(y - 4)}l8 8m0 -8l-8 8" stroke="currentColor" stroke-width="2"/>')
-    plot.parts.append(_text(x + 7, y + 9, "C03", size=10))
+    plot.parts.append(_text(x - 7, y + 12, "C03", "end", size=10))
     here = wall_bytes(seqlen, batch, heads, dtype_bytes)
     says = {}
     for row, ((who, backward), n_bytes) in enumerate(here.items()):
-        plot.curve(WALL_LENGTHS, [curves[n][who, backward] for n in WALL_LENGTHS], COLORS[who], dash="5 3" if backward else None)
+        plot.curve(
+            WALL_LENGTHS,
+            [curves[n][who, backward] for n in WALL_LENGTHS],
+            COLORS[who],
+            dash="5 3" if backward else None,
+        )
         plot.parts.append(_mark(plot.x(seqlen), plot.y(n_bytes), who, hollow=backward))
         name = f"{who}, {'forward and backward' if backward else 'forward'}"
         verdict = "fits" if n_bytes <= limit else "out of memory"
         plot.parts += [_mark(14, 232 + 16 * row, who, hollow=backward), _text(26, 236 + 16 * row, name)]
-        plot.parts += [_text(248, 236 + 16 * row, size_text(n_bytes), "end", bold=True), _text(260, 236 + 16 * row, verdict)]
+        plot.parts += [
+            _text(248, 236 + 16 * row, size_text(n_bytes), "end", bold=True),
+            _text(260, 236 + 16 * row, verdict),
+        ]
         says[who, backward] = f"{size_text(n_bytes)} ({verdict})"
     ends = [longest_that_fits(who, True, batch, heads, dtype_bytes, limit) for who in ("standard", "flash")]
     sentence = (
-        f"One attention layer at N = {seqlen}, batch {batch}, {heads} heads of 64 channels, {dtype}, on {gpu}: standard attention "
-        f"holds {says['standard', False]} in the forward pass and {says['standard', True]} with the backward pass; "
-        f"flash holds {says['flash', False]} and {says['flash', True]}. With the backward pass the card is full at "
-        f"N = {ends[0]:,} for standard attention and N = {ends[1]:,} for flash."
+        f"One attention layer at N = {seqlen}, batch {batch}, {heads} heads of 64 channels, {dtype}, on {gpu}: "
+        f"standard attention holds {says['standard', False]} in the forward pass and "
+        f"{says['standard', True]} with the backward pass; flash holds {says['flash', False]} "
+        f"and {says['flash', True]}. With the backward pass the card is full at N = {ends[0]:,} for standard attention and N = {ends[1]:,} for flash."
     )
     return _svg(290, plot.parts, sentence)
 
@@ -199,9 +209,9 @@ def online_softmax(rows, row, step):
     middle = _Plot(34, 130, 352, 196, (0, n_keys), (0, 1.15 * max(trace["l_i"])))
     spread = [*trace["partial"], trace["final"], 0]
     bottom = _Plot(34, 214, 352, 290, (0, n_keys), (min(spread) - 0.1, max(spread) + 0.1))
-    top.ticks(y={low: str(low), high: str(high)}, ylabel="score, m")
+    top.ticks(y={low: f"−{-low}" if low < 0 else str(low), high: str(high)}, ylabel="score, m")
     middle.ticks(y={0: "0", round(max(trace["l_i"])): str(round(max(trace["l_i"])))}, ylabel="ℓ")
-    marks = {round(value, 1): f"{value:.1f}" for value in (min(spread), max(spread))}
+    marks = {round(value, 1): f"{value:.1f}".replace("-", "−") for value in (min(spread), max(spread))}
     bottom.ticks({edge: str(edge) for edge in range(0, n_keys + 1, n_keys // 4)}, marks, "keys seen", "acc / ℓ")
     parts = [_box(top.x(edges[-2]), 12, top.x(seen) - top.x(edges[-2]), 278, "on_chip", 0.15, edge=0)]
     for j, score in enumerate(scores):
@@ -213,15 +223,20 @@ def online_softmax(rows, row, step):
     bottom.parts.append(_line(34, bottom.y(trace["final"]), 352, bottom.y(trace["final"]), dash="4 3"))
     bottom.parts.append(_text(352, bottom.y(trace["final"]) - 4, "final output", "end", size=10))
     bottom.curve(edges[1:], partial, COLORS["flash"])
-    bottom.parts += [_mark(bottom.x(x), bottom.y(value), "flash", 3) for x, value in zip(edges[1:], partial, strict=True)]
+    bottom.parts += [
+        _mark(bottom.x(x), bottom.y(value), "flash", 3) for x, value in zip(edges[1:], partial, strict=True)
+    ]
     rescaled = step > 1 and alpha[-1] < 1
-    middle.parts.append(_text(38, 128, f"α = {alpha[-1]:.2f}" + (": the old ℓ and acc are cut" if rescaled else ""), bold=rescaled))
+    middle.parts.append(
+        _text(38, 128, f"α = {alpha[-1]:.2f}" + (": the old ℓ and acc are cut" if rescaled else ""), bold=rescaled)
+    )
     first = "The first block sets m" if step == 1 else f"m rises, so the old sums are multiplied by α = {alpha[-1]:.2f}"
     what = first if step == 1 or rescaled else "m stays, so α = 1 and nothing is rescaled"
     sentence = (
-        f"After block {step} of {len(trace['m_i'])} ({seen} of {n_keys} keys, {row}): {what}. m = {m_i[-1]:.2f}, ℓ = {l_i[-1]:.2f}, "
-        f"and the output so far is {partial[-1]:.2f}; the final one is {trace['final']:.2f}."
-    )
+        f"After block {step} of {len(trace['m_i'])} ({seen} of {n_keys} keys, {row}): {what}. "
+        f"m = {m_i[-1]:.2f}, ℓ = {l_i[-1]:.2f}, and the output so far is {partial[-1]:.2f}; "
+        f"the final one is {trace['final']:.2f}."
+    ).replace("-", "−")
     return _svg(320, parts + top.parts + middle.parts + bottom.parts, sentence)
 
 
@@ -246,7 +261,6 @@ def tile_traffic(step, head_dim, causal):
     passed = finished * WALK_BLOCKS if finished > row else row * WALK_BLOCKS + column + 1
     read_keys = WALK_BLOCKS if finished or row else column + 1
     standard = (row + 1 + 2 * read_keys + finished) * block_bytes + passed * 4 * WALK_BLOCK**2 * 2
-    scale = 300 / (WALK_BLOCKS * 2 + WALK_BLOCKS * 2) / (64 * 256 * 2) / 2.2  # px per byte; the longest bar fits
     parts, cell, left, top = [], 30, 74, 66
     for j in range(WALK_BLOCKS):
         for name, y in (("k", 8), ("v", 34)):
@@ -268,7 +282,9 @@ def tile_traffic(step, head_dim, causal):
                 parts += [_box(x, y, cell, cell, "on_chip", 0.6), _text(x + 15, y + 19, "s", "middle", True)]
             else:
                 cut = skips and i == j
-                parts.append(_box(x, y, cell, cell, "flash" if cut else None, 0.14 if tiles.index((i, j)) < done else 0, cut=cut))
+                parts.append(
+                    _box(x, y, cell, cell, "flash" if cut else None, 0.14 if tiles.index((i, j)) < done else 0, cut=cut)
+                )
     parts += [_box(302, top, 12, 12, "on_chip", 0.6), _text(318, top + 10, "on chip", size=10)]
     parts += [_box(302, top + 20, 12, 12, "device_memory", 0.2), _text(318, top + 30, "device", size=10)]
     parts += [_text(318, top + 41, "memory", size=10)]
@@ -278,19 +294,25 @@ def tile_traffic(step, head_dim, causal):
     for k, (name, n_bytes) in enumerate((("standard", standard), ("flash", flash))):
         y = 262 + 24 * k
         parts += [_text(34, y + 13, f"{name}: {size_text(n_bytes)} moved", bold=True)]
-        parts += [_box(190, y, max(n_bytes * scale * 190 / 74, 1), 16, name, 0.7 if k else 0.35, cut=False)]
+        parts += [_box(190, y, 160 * n_bytes / 1.7e6, 16, name, 0.7 if k else 0.35)]
     skipped = f", {WALK_BLOCKS**2 - len(tiles)} of {WALK_BLOCKS**2} tiles are skipped" if skips else ""
     sentence = (
-        f"Tile {done} of {len(tiles)}{skipped}: query block {row + 1} meets key block {column + 1}. On chip are one block each of "
-        f"q, k and v, one tile of scores and the accumulator. So far {size_text(flash)} have moved; standard attention would "
-        f"have moved {size_text(standard)} for the same rows, {standard / flash:.1f} times as much."
+        f"Tile {done} of {len(tiles)}{skipped}: query block {row + 1} meets key block {column + 1}. "
+        "On chip are one block each of q, k and v, one tile of scores and the accumulator. "
+        f"So far {size_text(flash)} have moved; standard attention would have moved "
+        f"{size_text(standard)} for the same rows, {standard / flash:.1f} times as much."
     )
     return _svg(314, parts, sentence)
 
 
 # W4, chapter 3
 
-BLOCK_GPUS = {"T4 (sm_75)": "sm_75", "A100 (sm_80)": "sm_80", "RTX 4090 (sm_89)": "sm_89", "H100, H200 (sm_90)": "sm_90"}
+BLOCK_GPUS = {
+    "A100 (sm_80)": "sm_80",
+    "RTX 4090 (sm_89)": "sm_89",
+    "H100, H200 (sm_90)": "sm_90",
+    "RTX 5090 (sm_120)": "sm_120",
+}
 BLOCK_SIZES = ("32 × 32", "64 × 32", "64 × 64", "128 × 64", "128 × 128")
 
 
@@ -301,7 +323,9 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
     """
     target = BLOCK_GPUS[gpu]
     block_m, block_n = (int(size) for size in blocks.split(" × "))
-    wanted = dict(target=target, head_dim=head_dim, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages)
+    wanted = dict(
+        target=target, head_dim=head_dim, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages
+    )
     (row,) = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
     shared, limit, spilled = row["shared_bytes"], limits[target], row["spill_stores_bytes"]
     article = 2 * (2 * head_dim * (block_m + block_n) + block_m * block_n)
@@ -317,7 +341,10 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
     parts = []
     for i, (name, n_bytes, role, fill, most) in enumerate(bars):
         y = 14 + 44 * i
-        parts += [_text(10, y, f"{name}: {n_bytes / 1024:.0f} KB"), _box(10, y + 5, min(n_bytes * scale, 340), 16, role, fill)]
+        parts += [
+            _text(10, y, f"{name}: {n_bytes / 1024:.0f} KB"),
+            _box(10, y + 5, min(n_bytes * scale, 340), 16, role, fill),
+        ]
         parts += [_line(10 + most * scale, y + 2, 10 + most * scale, y + 24, width=2)]
         if i in (0, 3):
             parts += [_text(14 + most * scale, y + 17, f"{most // 1024} KB at most", size=10)]
@@ -329,9 +356,10 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
         verdict = "fits: it launches and spills nothing"
     parts.append(_text(10, 200, verdict, bold=True))
     sentence = (
-        f"Forward kernel, fp16, causal, on {gpu}, head_dim {head_dim}, blocks of {blocks}, {warps} warps, {stages} stages: {verdict}. The "
-        f"compiler takes {shared / 1024:.0f} KB of shared memory and {row['registers']} registers a thread; the formula says "
-        f"{tiles / 1024:.0f} KB, the article's five tiles {article / 1024:.0f} KB."
+        f"Forward kernel, fp16, causal, on {gpu}, head_dim {head_dim}, blocks of {blocks}, {warps} warps, "
+        f"{stages} stages: {verdict}. The compiler takes {shared / 1024:.0f} KB of shared memory and "
+        f"{row['registers']} registers a thread; the formula says {tiles / 1024:.0f} KB, "
+        f"the article's five tiles {article / 1024:.0f} KB."
     )
     return _svg(212, parts, sentence)
 
@@ -346,14 +374,25 @@ def errors(measured, dtype, seqlen, scale):
     """
     by_name = measured[dtype, seqlen, scale]
     plot = _Plot(140, 10, 345, 26 * len(by_name) + 16, (1e-8, 10), (0, 1), log_x=True)
-    plot.ticks({10.0**p: f"10{str(p).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}" for p in range(-8, 1, 2)}, xlabel="largest error / largest output")
+    plot.ticks(
+        {10.0**p: f"10{str(p).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}" for p in range(-8, 1, 2)},
+        xlabel="largest error / largest output",
+    )
     says = []
     for i, (name, (role, error)) in enumerate(by_name.items()):
         y = 26 * i + 24
         plot.parts += [_text(134, y + 4, name, "end"), _line(140, y, 345, y, width=0.5, opacity=0.25)]
         if math.isfinite(error):
             plot.parts += [_mark(plot.x(max(error, 1e-8)), y, role)]
-            plot.parts += [_text(plot.x(max(error, 1e-8)) + (-8 if error > 1e-3 else 8), y - 3, f"{error:.1e}", "end" if error > 1e-3 else "start", size=10)]
+            plot.parts += [
+                _text(
+                    plot.x(max(error, 1e-8)) + (-8 if error > 1e-3 else 8),
+                    y - 3,
+                    f"{error:.1e}",
+                    "end" if error > 1e-3 else "start",
+                    size=10,
+                )
+            ]
             says.append(f"{name} {error:.1e}")
         else:
             plot.parts.append(_text(340, y + 4, "NaN or infinite", "end", bold=True))
@@ -376,7 +415,9 @@ IMPLEMENTATIONS = {  # name in the recorded rows: (name in figures, role)
 
 def rates(rows, direction, head_dim, causal, seqlen):
     """Return {impl: (ms, TFLOP/s)} of the recorded core rows of one setting, the slowest first, and their shape."""
-    wanted = dict(direction=direction, head_dim=head_dim, causal=causal == "yes", seqlen_q=seqlen, metric="time", suite="core")
+    wanted = dict(
+        direction=direction, head_dim=head_dim, causal=causal == "yes", seqlen_q=seqlen, metric="time", suite="core"
+    )
     found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
     matmuls = cost.FORWARD_MATMULS if direction == "forward" else cost.BACKWARD_MATMULS
     shape = found[0]["batch"], found[0]["heads"]
@@ -388,8 +429,8 @@ def rates(rows, direction, head_dim, causal, seqlen):
 def roofline(rows, gpu, direction, head_dim, seqlen):
     """Draw measured rates under the roof that a GPU's datasheet allows, at the bytes that must move (W6).
 
-    rows: what ``load_rows`` returns. Standard attention moves its N x N matrices 4 times in the forward pass and 7 times
-    in the backward pass; the others need move only their inputs and results.
+    rows: what ``load_rows`` returns. Standard attention moves its N x N matrices 4 times in the forward pass and 7
+    times in the backward pass; the others need move only their inputs and results.
     """
     by_impl, (batch, heads) = rates(rows, direction, head_dim, "no", seqlen)
     backward = direction == "backward"
@@ -399,9 +440,11 @@ def roofline(rows, gpu, direction, head_dim, seqlen):
     matrices = (7 if backward else 4) * cost.score_count(batch, heads, seqlen, seqlen) * 2
     intensity = {"standard": flops / (least + matrices), "flash": flops / least}
     peak, bandwidth = cost.GPUS[gpu].matmul_flops_per_s / 1e12, cost.GPUS[gpu].bandwidth_bytes_per_s / 1e12
-    plot = _Plot(40, 12, 352, 200, (8, 32768), (10, 2000), log_x=True, log_y=True)
-    plot.ticks({8 * 8**i: str(8 * 8**i) for i in range(5)}, {10: "10", 100: "100", 1000: "1000"}, "FLOP per byte", "TFLOP/s")
-    plot.curve([8, peak / bandwidth, 32768], [8 * bandwidth, peak, peak], "currentColor", 1.5)
+    plot = _Plot(40, 12, 352, 200, (8, 16384), (10, 2000), log_x=True, log_y=True)
+    plot.ticks(
+        {8 * 8**i: str(8 * 8**i) for i in range(4)}, {10: "10", 100: "100", 1000: "1000"}, "FLOP per byte", "TFLOP/s"
+    )
+    plot.curve([8, peak / bandwidth, 16384], [8 * bandwidth, peak, peak], "currentColor", 1.5)
     plot.parts.append(_text(352, plot.y(peak) - 5, f"{gpu}: {peak:.0f} TFLOP/s", "end", size=10))
     says = []
     for i, (impl, (_, rate)) in enumerate(reversed(by_impl.items())):
@@ -412,11 +455,18 @@ def roofline(rows, gpu, direction, head_dim, seqlen):
         plot.parts += [_mark(14, 242 + 15 * i, role, hollow=role == "device_memory"), _text(26, 246 + 15 * i, name)]
         plot.parts.append(_text(352, 246 + 15 * i, f"{rate:.0f} TFLOP/s, {rate / roof:.0%} of its roof", "end"))
         if role != "device_memory":
-            says.append(f"{name} reaches {rate:.0f} TFLOP/s at {at:.0f} FLOP per byte, {rate / roof:.0%} of the {roof:.0f} that this allows")
+            says.append(
+                f"{name} reaches {rate:.0f} TFLOP/s at {at:.0f} FLOP per byte, "
+                f"{rate / roof:.0%} of the {roof:.0f} that this allows"
+            )
     for who in intensity:
         x = plot.x(intensity[who])
-        plot.parts.append(_line(x, plot.bottom, x, plot.y(min(peak, intensity[who] * bandwidth)), COLORS[who], 1, "3 2"))
-    sentence = f"{direction.capitalize()} pass, head_dim {head_dim}, N = {seqlen}, full attention, bf16: {'; '.join(says)}."
+        plot.parts.append(
+            _line(x, plot.bottom, x, plot.y(min(peak, intensity[who] * bandwidth)), COLORS[who], 1, "3 2")
+        )
+    sentence = (
+        f"{direction.capitalize()} pass, head_dim {head_dim}, N = {seqlen}, full attention, bf16: {'; '.join(says)}."
+    )
     return _svg(250 + 15 * len(by_impl), plot.parts, sentence)
 
 
@@ -427,20 +477,24 @@ def benchmark(rows, direction, head_dim, causal, seqlen):
     for i, (impl, (ms, rate)) in enumerate(reversed(by_impl.items())):
         name, role = IMPLEMENTATIONS[impl]
         y = 14 + 38 * i
-        parts += [_text(8, y, name, bold=impl == "flashattn"), _text(352, y, f"{rate:.0f} TFLOP/s in {ms:.3g} ms", "end")]
+        parts += [
+            _text(8, y, name, bold=impl == "flashattn"),
+            _text(352, y, f"{rate:.0f} TFLOP/s in {ms:.3g} ms", "end"),
+        ]
         parts.append(_box(8, y + 5, 344 * rate / 700, 14, role, {"flash": 0.75, "standard": 0.4}.get(role, 0.2)))
         says.append(f"{name} {rate:.0f}")
     ours, best = by_impl["flashattn"][1], max(rate for _, rate in by_impl.values())
     sentence = (
-        f"{direction.capitalize()} pass, {'causal' if causal == 'yes' else 'full'}, head_dim {head_dim}, N = {seqlen}, batch {batch}, {heads} heads, "
-        f"bf16, in TFLOP/s: {'; '.join(says)}. This package reaches {ours / best:.0%} of the fastest."
+        f"{direction.capitalize()} pass, {'causal' if causal == 'yes' else 'full'}, head_dim {head_dim}, "
+        f"N = {seqlen}, batch {batch}, {heads} heads, bf16, in TFLOP/s: {'; '.join(says)}. "
+        f"This package reaches {ours / best:.0%} of the fastest."
     )
     return _svg(14 + 38 * len(by_impl), parts, sentence)
 
 
 # W7, chapter 6
 
-LOOPS = ("dK and dV: a program per key block", "dQ: a program per query block", "one nest, dQ by atomic adds")
+LOOPS = ("dK and dV: a program per key block", "dQ: a program per query block", "One nest, dQ by atomic adds")
 LOOP_BLOCKS = 5
 
 
@@ -454,7 +508,10 @@ def backward_loops(loop, step, causal):
     active = {(p, b) if kind == 1 else (b, p) for p, b in visits.items() if b is not None}
     written = sum(block is None for block in visits.values())
     adds = {m: sum(row == m for row, _ in active) for m in range(n)} if kind == 2 else {}
-    parts = [_text(left + n * cell / 2, 14, "key blocks", "middle"), _text(20, top + n * cell / 2, "query blocks", "middle", turn=True)]
+    parts = [
+        _text(left + n * cell / 2, 14, "key blocks", "middle"),
+        _text(20, top + n * cell / 2, "query blocks", "middle", turn=True),
+    ]
     for m in range(n):
         for k in range(n):
             x, y = left + k * cell, top + m * cell
@@ -470,7 +527,10 @@ def backward_loops(loop, step, causal):
             hold = visits[b] is not None
             role, fill = ("on_chip", 0.6) if hold else ("device_memory", 0.45)
             x = left + b * cell
-            parts += [_box(x + 2, top + n * cell + 10, cell - 4, 30, role, fill), _text(x + cell / 2, top + n * cell + 23, "dK", "middle", size=10)]
+            parts += [
+                _box(x + 2, top + n * cell + 10, cell - 4, 30, role, fill),
+                _text(x + cell / 2, top + n * cell + 23, "dK", "middle", size=10),
+            ]
             parts.append(_text(x + cell / 2, top + n * cell + 35, "dV", "middle", size=10))
         if kind != 0:
             y, x = top + b * cell, left + n * cell + 10
@@ -483,7 +543,10 @@ def backward_loops(loop, step, causal):
             parts.append(_text(x + (17 if kind == 1 else 23), y + 20, text, "middle", bold=bool(adds.get(b))))
     keys = [("on_chip", 0.6, "held on chip"), ("device_memory", 0.45, "written")]
     for i, (role, fill, text) in enumerate(keys + ([("standard", 0.4, "atomic adds")] if kind == 2 else [])):
-        parts += [_box(288, top + 60 + 20 * i, 12, 12, role, fill, cut=role == "standard"), _text(304, top + 70 + 20 * i, text, size=9)]
+        parts += [
+            _box(288, top + 60 + 20 * i, 12, 12, role, fill, cut=role == "standard"),
+            _text(304, top + 70 + 20 * i, text, size=9),
+        ]
     parts.append(_text(left, 34, f"step {step}" + ("" if active else ": done"), bold=True))
     most = max(adds.values(), default=0)
     mine = "dQ" if kind == 1 else "dK and dV"
@@ -536,14 +599,20 @@ def masks(key_range, mask, queries, block, heads_kv):
     for i, (lo, hi) in enumerate(rows):
         if hi > lo:
             x, y = left + lo * cell, top + i * cell
-            parts.append(f'<rect x="{_n(x + 1)}" y="{_n(y + 3)}" width="{_n((hi - lo) * cell - 2)}" height="3" fill="currentColor" fill-opacity="0.75"/>')
+            parts.append(
+                f'<rect x="{_n(x + 1)}" y="{_n(y + 3)}" width="{_n((hi - lo) * cell - 2)}" height="3" '
+                'fill-opacity="0.75"/>'
+            )
     visible = sum(max(0, hi - lo) for lo, hi in rows)
     parts += [_text(left + MASK_KEYS * cell / 2, 20, f"{MASK_KEYS} keys", "middle")]
     parts += [_text(24, top + queries * cell / 2, f"{queries} queries", "middle", turn=True)]
     for i, (kind, look) in enumerate({"full": ("flash", 0.3), "cut": ("standard", 0.22), "skipped": (None, 0)}.items()):
         parts += [_box(270, top + 20 * i, 13, 13, *look, edge=1.2, dashed=kind == "skipped")]
         parts += [_text(288, top + 11 + 20 * i, f"{counts[kind]} {kind}")]
-    parts += [f'<rect x="270" y="{top + 65}" width="13" height="3" fill-opacity="0.75"/>', _text(288, top + 71, "visible")]
+    parts += [
+        f'<rect x="270" y="{top + 65}" width="13" height="3" fill-opacity="0.75"/>',
+        _text(288, top + 71, "visible"),
+    ]
     colors = list(COLORS)
     parts.append(_text(270, top + 104, "query heads", size=10))
     parts.append(_text(270, top + 168, "key heads", size=10))
@@ -556,8 +625,9 @@ def masks(key_range, mask, queries, block, heads_kv):
     share = "one key head for each query head" if heads_kv == 4 else f"{4 // heads_kv} query heads share a key head"
     empty = sum(hi <= lo for lo, hi in rows)
     sentence = (
-        f"Mask {mask}, {queries} queries, {MASK_KEYS} keys, tiles of {block}: {visible} of {queries * MASK_KEYS} scores are visible in each head. Of {tiles} tiles {counts['full']} "
-        f"are full, {counts['cut']} are cut and need the mask, {counts['skipped']} are skipped{f'; {empty} queries see no key' if empty else ''}. Every head has "
-        f"this mask; {share}, so K and V take {heads_kv} of 4 parts."
+        f"Mask {mask}, {queries} queries, {MASK_KEYS} keys, tiles of {block}: {visible} of {queries * MASK_KEYS} "
+        f"scores are visible in each head. Of {tiles} tiles {counts['full']} are full, {counts['cut']} are cut and "
+        f"need the mask, {counts['skipped']} are skipped{f'; {empty} queries see no key' if empty else ''}. "
+        f"Every head has this mask; {share}, so K and V take {heads_kv} of 4 parts."
     )
     return _svg(top + 24 * 9 + 40, parts, sentence)

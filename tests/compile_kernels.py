@@ -173,8 +173,16 @@ def product(dtypes=("float16", "bfloat16", "float32")):
 def sweep():
     """Return the entries of the sweep over blocks, warps and stages: the forward kernel in half precision, causal."""
     return [
-        ["forward", head_dim, "float16", True, target, [], BlockConfig(*blocks, head_dim, head_dim, warps, stages, True)]
-        for target in ("sm_75", "sm_80", "sm_89", "sm_90")
+        [
+            "forward",
+            head_dim,
+            "float16",
+            True,
+            target,
+            [],
+            BlockConfig(*blocks, head_dim, head_dim, warps, stages, True),
+        ]
+        for target in ("sm_80", "sm_89", "sm_90", "sm_120")
         for head_dim in (64, 128)
         for blocks in ((32, 32), (64, 32), (64, 64), (128, 64), (128, 128))
         for warps in (4, 8)

@@ -60,7 +60,9 @@ def plot(slope, height):
 
 @pytest.fixture
 def by_words():
-    return explore(words, n=Control([1, 2, 5], "how <many>", "pieces", start=2), kind=Control(["apples", "pears"], "fruit"))
+    return explore(
+        words, n=Control([1, 2, 5], "how <many>", "pieces", start=2), kind=Control(["apples", "pears"], "fruit")
+    )
 
 
 class TestHtml:
@@ -101,7 +103,11 @@ class TestHtml:
         (svg,) = Tree(text).find("svg")
         assert svg["role"] == "img" and svg["aria-label"] == "A parabola of slope 1 and a line at 10 m."
         assert "currentColor" in text and "<style" not in text
-        ids = {i for frame, _ in explorer.unpack(re.search(r"data-packed>([^<]+)<", text).group(1)) for i in re.findall(r' id="([^"]+)"', frame)}
+        ids = {
+            i
+            for frame, _ in explorer.unpack(re.search(r"data-packed>([^<]+)<", text).group(1))
+            for i in re.findall(r' id="([^"]+)"', frame)
+        }
         assert ids and all(i.startswith(shown._prefix()) for i in ids)
 
     def test_two_of_a_kind_have_different_ids(self):
