@@ -186,7 +186,8 @@ def memory_wall(seqlen, batch, heads, dtype, gpu):
         f"One attention layer at N = {seqlen}, batch {batch}, {heads} heads of 64 channels, {dtype}, on {gpu}: "
         f"standard attention holds {says['standard', False]} in the forward pass and "
         f"{says['standard', True]} with the backward pass; flash holds {says['flash', False]} "
-        f"and {says['flash', True]}. With the backward pass the card is full at N = {ends[0]:,} for standard attention and N = {ends[1]:,} for flash."
+        f"and {says['flash', True]}. With the backward pass the card is full "
+        f"at N = {ends[0]:,} for standard attention and at N = {ends[1]:,} for flash."
     )
     return _svg(290, plot.parts, sentence)
 
