@@ -76,7 +76,12 @@ class Control:
 
 
 class Explorer:
-    """What :func:`explore` returns: shows itself as a widget where a kernel runs, and as HTML everywhere else."""
+    """Show a figure with controls: a widget where a kernel runs, HTML everywhere else. :func:`explore` makes it.
+
+    Args:
+        draw: the function that draws one frame.
+        controls: {name of its argument: :class:`Control`}.
+    """
 
     def __init__(self, draw, controls):
         self.draw, self.controls = draw, controls

@@ -187,7 +187,7 @@ def memory_wall(seqlen, batch, heads, dtype, gpu):
         f"standard attention holds {says['standard', False]} in the forward pass and "
         f"{says['standard', True]} with the backward pass; flash holds {says['flash', False]} "
         f"and {says['flash', True]}. With the backward pass the card is full "
-        f"at N = {ends[0]:,} for standard attention and at N = {ends[1]:,} for flash."
+        f"at N = {ends[0]} for standard attention and at N = {ends[1]} for flash."
     )
     return _svg(290, plot.parts, sentence)
 
