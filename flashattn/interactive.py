@@ -346,7 +346,7 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
             _text(10, y, f"{name}: {n_bytes / 1024:.0f} KB"),
             _box(10, y + 5, min(n_bytes * scale, 340), 16, role, fill),
         ]
-        parts += [_line(10 + most * scale, y + 2, 10 + most * scale, y + 24, width=2)]
+        parts += [_line(10 + most * scale, y + 4, 10 + most * scale, y + 24, width=2)]
         if i in (0, 3):
             parts += [_text(14 + most * scale, y + 17, f"{most // 1024} KB at most", size=10)]
     if shared > limit:
