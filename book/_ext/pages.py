@@ -23,10 +23,15 @@ MATHJAX = "tex-chtml.js"  # of the bundles that sphinx-mathjax-offline brings, t
 # (pattern, replacement, whether each page must have it: a theme that changed is noticed)
 REPAIRS = [
     (r'<div id="pst-primary-sidebar" class="', r'<div id="pst-primary-sidebar" role="region" aria-label="Book" class="', True),
+    (r'(<button class="btn search-button-field[^>]*?) aria-label="Search"', r"\1", True),
+    (r'(<i class="theme-switch [^>]*?)  ?title="[^"]*"', r"\1", False),
     (r'<div role="list" class="citation-list">', r'<div class="citation-list">', False),
     (r' role="doc-biblioentry"', r"", False),
     (r'<th class="([^"]*)"><p></p></th>', r'<td class="\1"></td>', False),
     (r'(class="[^"]*btn-download-(?:source|notebook)-button[^"]*")', r"\1 download", False),
+    # Weight: names, punctuation and blanks have the colour of plain code; shown sources bring styles of JupyterLab's.
+    (r'<span class="[npw]">([^<]*)</span>', r"\1", False),
+    (r"<style>pre \{ line-height.*?\.output_html.*?</style>", r"", False),
 ]  # fmt: skip
 NOT_FOUND = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>Page not found</title>
@@ -132,7 +137,7 @@ def add_metadata(app, pagename, templatename, context, doctree):
 def repair(text, name):
     """Return a page's HTML repaired; raise RuntimeError if something that each page should have is not there."""
     for pattern, replacement, required in REPAIRS:
-        text, count = re.subn(pattern, replacement, text)
+        text, count = re.subn(pattern, replacement, text, flags=re.S)
         if required and not count:
             raise RuntimeError(f"{name}: nothing matches {pattern!r}; did the theme change?")
     return text
