@@ -36,7 +36,7 @@ def toc_pages():
     return [f"{name}.html" for name in [toc["root"], *files]]
 
 
-PAGES = toc_pages() + ["search.html", "genindex.html", "py-modindex.html", "404.html"]
+PAGES = toc_pages() + ["search.html", "genindex.html", "404.html"]
 
 
 def find_chromium():
@@ -120,6 +120,7 @@ class Visit:
 
     def resize(self, width):
         self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
+        self.page.wait_for_timeout(400)  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
 
     def violations(self):
         """Return what axe-core finds, with every rule that it has by default and its experimental ones."""

@@ -4,7 +4,8 @@ Repairs, so that no page has an error or an accessibility fault:
 - sphinx-thebe adds its script twice, which is an error on every page, and this book uses none of it;
 - Sphinx wraps every formula with a line break in an environment where \\tag is an error;
 - the theme puts links outside every landmark; sphinxcontrib-bibtex uses a role that is deprecated and a list whose
-  children are no items; docutils makes empty corners of tables header cells.
+  children are no items; docutils makes empty corners of tables header cells, and the cells below them none;
+  labels differ from what is shown.
 """
 
 import html
@@ -25,9 +26,10 @@ REPAIRS = [
     (r'<div id="pst-primary-sidebar" class="', r'<div id="pst-primary-sidebar" role="region" aria-label="Book" class="', True),
     (r'(<button class="btn search-button-field[^>]*?) aria-label="Search"', r"\1", True),
     (r'(<i class="theme-switch [^>]*?)  ?title="[^"]*"', r"\1", False),
+    (r'<summary aria-label="Toggle hidden content">', r"<summary>", False),
     (r'<div role="list" class="citation-list">', r'<div class="citation-list">', False),
     (r' role="doc-biblioentry"', r"", False),
-    (r'<th class="([^"]*)"><p></p></th>', r'<td class="\1"></td>', False),
+    (r'<th class="([^"]*)">(?:<p></p>)?</th>', r'<td class="\1"></td>', False),
     (r'(class="[^"]*btn-download-(?:source|notebook)-button[^"]*")', r"\1 download", False),
     # Weight: names, punctuation and blanks have the colour of plain code; shown sources bring styles of JupyterLab's.
     (r'<span class="[npw]">([^<]*)</span>', r"\1", False),
@@ -103,6 +105,14 @@ def keep_tags_outside_split(app, doctree):
             node.children = [nodes.Text(rf"\[{text}\]")]
 
 
+def name_rows(app, doctree):
+    """Make the first column of a table the names of its rows where its corner is empty."""
+    for table in doctree.findall(nodes.tgroup):
+        corner = next(table.findall(nodes.entry), None)
+        if corner is not None and table.next_node(nodes.thead) is not None and not corner.astext().strip():
+            table.next_node(nodes.colspec)["stub"] = 1
+
+
 def describe(doctree):
     """Return the first paragraph that says something about a page, in at most 200 characters."""
     for paragraph in doctree.findall(nodes.paragraph):
@@ -150,7 +160,7 @@ def finish(app, exception):
     out = Path(app.outdir)
     for path in out.rglob("*.html"):
         text = path.read_text()
-        if "_static" not in path.parts and "<article" in text:
+        if "_static" not in path.parts and "bd-main" in text:
             path.write_text(repair(text, path.relative_to(out)))
     base = re.sub(r"https://[^/]+", "", app.config.html_baseurl) or "./"
     (out / "404.html").write_text(
@@ -167,6 +177,7 @@ def setup(app):
     app.add_directive("citation", Citation)
     app.connect("config-inited", configure)
     app.connect("doctree-read", keep_tags_outside_split)
+    app.connect("doctree-read", name_rows)
     app.connect("html-page-context", add_metadata)
     app.connect("build-finished", finish)
     # From a folder a page may not read another one: search lists the hits without their excerpts.
