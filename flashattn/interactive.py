@@ -557,7 +557,7 @@ def backward_loops(loop, step, causal):
     elif kind == 2:
         what = f"dQ was added to {sum(map(len, along.values()))} times, where one writer would have written {n} blocks"
     else:
-        what = f"each adds to its own block of {mine} on chip"
+        what = f"each adds to its own block of {mine} on chip" if active else "all have finished"
     sentence = (
         f"{loop}, step {step}, {'causal' if skips else 'full'}: {len(active)} of {n} programs work on a tile; {what}. "
         f"{written} of {n} blocks of {mine} are written, each once, by one program."
@@ -629,6 +629,6 @@ def masks(key_range, mask, queries, block, heads_kv):
         f"Mask {mask}, {queries} queries, {MASK_KEYS} keys, tiles of {block}: {visible} of {queries * MASK_KEYS} "
         f"scores are visible in each head. Of {tiles} tiles {counts['full']} are full, {counts['cut']} are cut and "
         f"need the mask, {counts['skipped']} are skipped{f'; {empty} queries see no key' if empty else ''}. "
-        f"Every head has this mask; {share}, so K and V take {heads_kv} of 4 parts."
+        f"Every head has this mask; {share}, so K and V take {heads_kv / 4:.0%} of the memory of 4 heads."
     )
     return _svg(top + 24 * 9 + 40, parts, sentence)
