@@ -21,9 +21,10 @@ from docutils.parsers.rst import Directive
 ROOT = Path(address.__file__).resolve().parents[2]
 GENERATED = ROOT / "_build" / "generated"
 MATHJAX = "tex-chtml.js"  # of the bundles that sphinx-mathjax-offline brings, the one that the pages load
+REPAIRED = 'role="region" aria-label="Book"'
 # (pattern, replacement, whether each page must have it: a theme that changed is noticed)
 REPAIRS = [
-    (r'<div id="pst-primary-sidebar" class="', r'<div id="pst-primary-sidebar" role="region" aria-label="Book" class="', True),
+    (r'<div id="pst-primary-sidebar" class="', rf'<div id="pst-primary-sidebar" {REPAIRED} class="', True),
     (r'(<button class="btn search-button-field[^>]*?) aria-label="Search"', r"\1", True),
     (r'(<i class="theme-switch [^>]*?)  ?title="[^"]*"', r"\1", False),
     (r'<summary aria-label="Toggle hidden content">', r"<summary>", False),
@@ -160,7 +161,7 @@ def finish(app, exception):
     out = Path(app.outdir)
     for path in out.rglob("*.html"):
         text = path.read_text()
-        if "_static" not in path.parts and "bd-main" in text:
+        if "_static" not in path.parts and "bd-main" in text and REPAIRED not in text:  # left from an earlier build
             path.write_text(repair(text, path.relative_to(out)))
     base = re.sub(r"https://[^/]+", "", app.config.html_baseurl) or "./"
     (out / "404.html").write_text(
