@@ -144,7 +144,7 @@ def test_built_site_follows_a_made_up_address(copy):
     config.write_text(config.read_text().replace("execute_notebooks: cache", 'execute_notebooks: "off"'))
     address.set_address(MADE_UP, copy)
     build = subprocess.run(
-        [sys.executable, "-m", "jupyter_book", "build", str(copy), "--all", "--quiet"], capture_output=True, text=True
+        [Path(sys.executable).with_name("jupyter-book"), "build", copy, "--all", "--quiet"], capture_output=True, text=True
     )
     html = copy / "_build" / "html"
     assert (html / "404.html").exists(), build.stdout[-2000:] + build.stderr[-2000:]

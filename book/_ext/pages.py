@@ -93,7 +93,7 @@ def configure(app, config):
     options.pop("repository_url", None)
     config.html_baseurl = address.site_address(url)
     if url:
-        options |= {"repository_url": url, "use_repository_button": True, "use_issues_button": True}
+        options |= {"repository_url": url, "repository_branch": "main", "use_repository_button": True, "use_issues_button": True}
         options["launch_buttons"] = {"colab_url": "https://colab.research.google.com"}
 
 
