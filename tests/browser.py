@@ -26,6 +26,8 @@ CHROMIUMS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-sta
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
 ]
 MODES = ("light", "dark")
+# The rules of axe-core that depend on how wide the page is; all of them run on the wide page.
+NARROW_RULES = ["scrollable-region-focusable", "focus-order-semantics", "target-size", "region", "link-in-text-block"]
 WIDTHS = {1280: 900, 360: 740}  # px: a laptop and a phone
 
 
@@ -123,13 +125,14 @@ class Visit:
         self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
         self.page.wait_for_timeout(400)  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
 
-    def violations(self):
-        """Return what axe-core finds, with every rule that it has by default and its experimental ones."""
+    def violations(self, rules=None):
+        """Return what axe-core finds, with every rule that it has by default and its experimental ones, or some."""
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(AXE)
         tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice", "experimental"]
         before = list(self.errors)  # axe fetches style sheets by itself, some from where they are not
-        found = self.page.evaluate("tags => axe.run({runOnly: tags, resultTypes: ['violations']})", tags)
+        only = dict(type="rule", values=rules) if rules else dict(type="tag", values=tags)
+        found = self.page.evaluate("only => axe.run({runOnly: only, resultTypes: ['violations']})", only)
         self.errors[:] = before
         return [
             f"{violation['id']}: {node['target']} {node['html'][:120]} {node['failureSummary'][:300]}"

@@ -4,7 +4,7 @@ import json
 
 import nbformat
 import pytest
-from browser import HTML, MODES, PAGES, SCREENSHOTS, WIDTHS, Visit, chromium, serve, toc_pages
+from browser import HTML, MODES, NARROW_RULES, PAGES, SCREENSHOTS, WIDTHS, Visit, chromium, serve, toc_pages
 
 CHAPTERS = [page for page in toc_pages() if page.startswith("notebooks/")]
 FIRST_PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
@@ -57,7 +57,7 @@ def test_page(name, mode, browser, base, record_property):
             folder.mkdir(parents=True, exist_ok=True)
             page.screenshot(path=folder / (name.replace("/", "-") + ".jpg"), type="jpeg", quality=70, full_page=True)
         assert page.evaluate("document.documentElement.scrollWidth") <= 360, "the page scrolls sideways on a phone"
-        found += visit.violations()
+        found += visit.violations(NARROW_RULES)
         for name_, value in dict(
             page=name,
             mode=mode,

@@ -9,6 +9,7 @@ Repairs, so that no page has an error or an accessibility fault:
 """
 
 import html
+import itertools
 import re
 from pathlib import Path
 
@@ -151,7 +152,10 @@ def repair(text, name):
         text, count = re.subn(pattern, replacement, text, flags=re.S)
         if required and not count:
             raise RuntimeError(f"{name}: nothing matches {pattern!r}; did the theme change?")
-    return text
+    # A table that scrolls takes the focus, so it needs a role and a name of its own.
+    numbers = itertools.count(1)
+    table = '<div class="pst-scrollable-table-container"'
+    return re.sub(table, lambda match: f'{match[0]} role="region" aria-label="Table {next(numbers)}"', text)
 
 
 def finish(app, exception):
