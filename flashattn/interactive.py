@@ -173,7 +173,7 @@ def memory_wall(seqlen, batch, heads, dtype, gpu):
             dash="5 3" if backward else None,
         )
         plot.parts.append(_mark(plot.x(seqlen), plot.y(n_bytes), who, hollow=backward))
-        name = f"{who}, {'forward and backward' if backward else 'forward'}"
+        name = f"{who}, {'with backward' if backward else 'forward'}"
         verdict = "fits" if n_bytes <= limit else "out of memory"
         plot.parts += [_mark(14, 232 + 16 * row, who, hollow=backward), _text(26, 236 + 16 * row, name)]
         plot.parts += [
@@ -295,7 +295,7 @@ def tile_traffic(step, head_dim, causal):
     for k, (name, n_bytes) in enumerate((("standard", standard), ("flash", flash))):
         y = 262 + 24 * k
         parts += [_text(34, y + 13, f"{name}: {size_text(n_bytes)} moved", bold=True)]
-        parts += [_box(190, y, 160 * n_bytes / 1.7e6, 16, name, 0.7 if k else 0.35)]
+        parts += [_box(208, y, 145 * n_bytes / 1.7e6, 16, name, 0.7 if k else 0.35)]
     skipped = f", {WALK_BLOCKS**2 - len(tiles)} of {WALK_BLOCKS**2} tiles are skipped" if skips else ""
     sentence = (
         f"Tile {done} of {len(tiles)}{skipped}: query block {row + 1} meets key block {column + 1}. "
@@ -346,7 +346,7 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
             _text(10, y, f"{name}: {n_bytes / 1024:.0f} KB"),
             _box(10, y + 5, min(n_bytes * scale, 340), 16, role, fill),
         ]
-        parts += [_line(10 + most * scale, y + 2, 10 + most * scale, y + 24, width=2)]
+        parts += [_line(10 + most * scale, y + 4, 10 + most * scale, y + 24, width=2)]
         if i in (0, 3):
             parts += [_text(14 + most * scale, y + 17, f"{most // 1024} KB at most", size=10)]
     if shared > limit:
@@ -358,7 +358,7 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
     parts.append(_text(10, 200, verdict, bold=True))
     sentence = (
         f"Forward kernel, fp16, causal, on {gpu}, head_dim {head_dim}, blocks of {blocks}, {warps} warps, "
-        f"{stages} stages: {verdict}. The compiler takes {shared / 1024:.0f} KB of shared memory and "
+        f"{stages} stages. This {verdict}. The compiler takes {shared / 1024:.0f} KB of shared memory and "
         f"{row['registers']} registers a thread; the formula says {tiles / 1024:.0f} KB, "
         f"the article's five tiles {article / 1024:.0f} KB."
     )

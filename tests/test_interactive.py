@@ -97,9 +97,9 @@ class TestTileTraffic:
             drawn = interactive.tile_traffic(step, 64, causal)
             elements(drawn)
             return [
-                float(re.search(r'x="190" .*?width="([\d.]+)"', line).group(1))
+                float(re.search(r'x="208" .*?width="([\d.]+)"', line).group(1))
                 for line in drawn[0].split("\n")
-                if 'x="190"' in line
+                if 'x="208"' in line
             ]
 
         steps = [moved(step) for step in range(1, 37 if causal == "no" else 22)]
