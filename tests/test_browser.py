@@ -116,7 +116,7 @@ def test_search_finds_online_softmax(served, browser, base):
         hits = page.locator("#search-results li a")
         assert hits.filter(has_text="Online softmax").count() >= 1
         hits.filter(has_text="Online softmax").first.click()
-        page.wait_for_selector("h1")
+        page.wait_for_selector("article h1")
         assert "02_online_softmax" in page.url
         visit.assert_clean()
 

@@ -154,7 +154,7 @@ def repair(text, name):
             raise RuntimeError(f"{name}: nothing matches {pattern!r}; did the theme change?")
     # A table that scrolls takes the focus, so it needs a role and a name of its own.
     numbers = itertools.count(1)
-    table = '<div class="pst-scrollable-table-container"'
+    table = r'<div class="pst-scrollable-table-container"|<div class="output text_html"(?=>\s*<table)'
     return re.sub(table, lambda match: f'{match[0]} role="region" aria-label="Table {next(numbers)}"', text)
 
 
