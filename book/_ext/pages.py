@@ -82,7 +82,7 @@ def configure(app, config):
     GENERATED.mkdir(parents=True, exist_ok=True)
     icon = GENERATED / "favicon.svg"
     icon.write_text(pictures.icon_svg())
-    pictures.write_card(GENERATED / "card.png", config.project)
+    pictures.write_card(GENERATED / "card.png", config.html_title)
     config.html_favicon = str(icon)
     config.html_static_path.append(str(GENERATED))
     for listeners in app.events.listeners.values():
@@ -126,10 +126,10 @@ def describe(doctree):
 
 def add_metadata(app, pagename, templatename, context, doctree):
     """Describe a page to search engines, and give it a card for social networks."""
-    site, title = app.config.html_baseurl, re.sub(r"<.*?>", "", context.get("title") or app.config.project)
+    site, title = app.config.html_baseurl, re.sub(r"<.*?>", "", context.get("title") or app.config.html_title)
     described = {
         "og:title": html.unescape(title),
-        "og:site_name": app.config.project,
+        "og:site_name": app.config.html_title,
         "og:type": "article",
         "og:description": describe(doctree) if doctree else "",
         # Without an address for the site the picture is named relative to the page.
@@ -169,7 +169,7 @@ def finish(app, exception):
             path.write_text(repair(text, path.relative_to(out)))
     base = re.sub(r"https://[^/]+", "", app.config.html_baseurl) or "./"
     (out / "404.html").write_text(
-        NOT_FOUND.format(base=base, icon=pictures.icon_svg().replace("<svg", '<svg aria-hidden="true"'), title=app.config.project)
+        NOT_FOUND.format(base=base, icon=pictures.icon_svg().replace("<svg", '<svg aria-hidden="true"'), title=app.config.html_title)
     )  # fmt: skip
     for bundle in (out / "_static" / "mathjax").glob("*.js"):
         if bundle.name != MATHJAX:
