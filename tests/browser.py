@@ -125,14 +125,14 @@ class Visit:
         self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
         self.page.wait_for_timeout(400)  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
 
-    def violations(self, rules=None):
+    def violations(self, rules=None, within="html"):
         """Return what axe-core finds, with every rule that it has by default and its experimental ones, or some."""
         if not self.page.evaluate("'axe' in window"):
             self.page.evaluate(AXE)
         tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice", "experimental"]
         before = list(self.errors)  # axe fetches style sheets by itself, some from where they are not
         only = dict(type="rule", values=rules) if rules else dict(type="tag", values=tags)
-        found = self.page.evaluate("only => axe.run({runOnly: only, resultTypes: ['violations']})", only)
+        found = self.page.evaluate("([within, only]) => axe.run(within, {runOnly: only, resultTypes: ['violations']})", [within, only])
         self.errors[:] = before
         return [
             f"{violation['id']}: {node['target']} {node['html'][:120]} {node['failureSummary'][:300]}"

@@ -211,7 +211,7 @@ def test_every_control_moves_by_keyboard(name, mode, browser, base):
                 assert frame.inner_html().strip()
             (SCREENSHOTS / f"360-{mode}").mkdir(parents=True, exist_ok=True)
             figure.screenshot(path=SCREENSHOTS / f"360-{mode}" / f"{identifier}.png")
-        assert not visit.violations()
+        assert not visit.violations(within=".flashattn-explorer")
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         visit.assert_clean()
 
