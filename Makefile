@@ -1,5 +1,5 @@
 .DEFAULT_GOAL := help
-.PHONY: help book serve test test-gpu fuzz sanitize targets lint bench tune status linkcheck strip clean
+.PHONY: help book serve test test-gpu fuzz sanitize targets lint bench tune browser status address linkcheck strip clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -41,6 +41,7 @@ serve: book  ## build, then serve the site on localhost
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory _build/html 8000
 
 test: $(VENV)/installed book  ## build if needed, then run every test
+	@$(BIN)/python tests/browser.py
 	@echo "== Tests of the package and the site"
 	@$(BIN)/python -m pytest tests -q -n $(JOBS) --dist worksteal
 	@echo "== Notebooks, each cell, pinned outputs compared"
@@ -70,8 +71,15 @@ bench: $(VENV)/installed  ## measure beside the others on this machine's GPU (AR
 tune: $(VENV)/installed  ## search this machine's GPU for faster blocks (ARGS="--head-dim 128 --causal")
 	@$(BIN)/python -m flashattn.tune $(ARGS)
 
+browser: $(VENV)/installed book  ## test the site in a browser and record it (CHROMIUM=/path names one)
+	@$(BIN)/python tests/browser.py
+	@$(BIN)/python -m pytest tests/test_browser.py -q -n 1 --results tests/results/browser.json
+
 status: $(VENV)/installed  ## render book/status.md and README's table from the recorded results
 	@$(BIN)/python book/_ext/status.py
+
+address: $(VENV)/installed  ## set where the book is published (URL=https://github.com/owner/name, or URL=)
+	@$(BIN)/python book/_ext/address.py "$(URL)"
 
 linkcheck: $(VENV)/installed  ## check external links (needs the network)
 	@$(BIN)/jupyter-book build . --builder linkcheck

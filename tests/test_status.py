@@ -68,3 +68,15 @@ def test_recorded_sanitizer_run_found_nothing_but_what_was_planted():
     sanitizer = json.loads((ROOT / "tests" / "results" / "sanitizer.json").read_text())
     runs = {(run["tool"], run["run"]): run["findings"] for run in sanitizer["runs"]}
     assert sanitizer["gpu"] and runs["memcheck", "work"] == runs["racecheck", "work"] == 0 < runs["memcheck", "plant"]
+
+
+def test_recorded_browser_run_is_green_and_covers_every_page():
+    from browser import MODES, PAGES
+
+    results = json.loads((ROOT / "tests" / "results" / "browser.json").read_text())
+    assert results["counts"]["failed"] == results["counts"]["error"] == 0
+    visits = {(test["page"], test["mode"]): test for test in results["tests"] if "own_kb" in test}
+    assert set(visits) == {(page, mode) for page in PAGES for mode in MODES}, "run make browser and make status"
+    for visit in visits.values():
+        assert visit["violations"] == 0 and visit["own_kb"] <= 600
+        assert visit["first_view_ms"] < 1000

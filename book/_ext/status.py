@@ -22,6 +22,7 @@ TITLES = {
     "fuzz": "Random cases on a GPU",
     "sanitizer": "Under compute-sanitizer",
     "notebooks": "Notebooks on a GPU, under nbval",
+    "browser": "The site in a browser, the network cut off",
 }
 RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 WHERE = {"two_gpus": "two GPUs", "gpu": "GPU"}
@@ -74,6 +75,29 @@ def sanitizer_section(results):
     return lines + [f"| {run['tool']} | {titles[run['run']]} | {run['findings']} |" for run in results["runs"]]
 
 
+def browser_section(results):
+    """Return the lines about one run of the tests in a browser: a row a page."""
+    visits = {(test["page"], test["mode"]): test for test in results["tests"] if "own_kb" in test}
+    version = next(iter(visits.values()))["browser"]
+    lines = [
+        f"{counts_line(results)}. Chromium {version}, the site served on localhost. Weight is that of the page itself, "
+        "uncompressed, without the files that all pages share; first view is the first contentful paint with an empty "
+        "cache, the longer of light and dark mode; violations are what axe-core finds in both modes, at 1280 and at 360 "
+        "pixels.",
+        "",
+        "| page | weight | requests | first view | figures | controls | frames | axe violations |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for page in dict.fromkeys(test["page"] for test in visits.values()):
+        light, dark = visits[page, "light"], visits[page, "dark"]
+        first_view = max(light["first_view_ms"], dark["first_view_ms"])
+        lines.append(
+            f"| {page} | {light['own_kb']:.0f} kB | {light['requests']} | {first_view} ms | {light['explorers']} | "
+            f"{light['controls']} | {light['frames']} | {light['violations'] + dark['violations']} |"
+        )
+    return lines
+
+
 def recorded_gpus():
     """Return the names of the GPUs with recorded measurements."""
     return sorted(path.stem for path in set(DATA.glob("*.csv")) - {DATA / "targets.csv"})
@@ -118,6 +142,7 @@ def status_page():
         results = json.loads(path.read_text())
         lines += [f"## {TITLES[path.stem]}", "", machine_line(results), ""]
         sections = {"kernels": kernel_section, "fuzz": fuzz_section, "sanitizer": sanitizer_section}
+        sections["browser"] = browser_section
         section = sections.get(path.stem, lambda results: [counts_line(results) + "."])
         lines += [*section(results), ""]
     lines += ["## Targets", ""]

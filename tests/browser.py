@@ -1,0 +1,166 @@
+"""What the tests in a browser share: finding Chromium, serving the site, pages cut off from the network.
+
+python tests/browser.py       # finds Chromium, or installs Debian's where that is possible, or says what to do
+"""
+
+import functools
+import http.server
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import axe_playwright_python
+import yaml
+from playwright.sync_api import sync_playwright
+
+ROOT = Path(__file__).resolve().parents[1]
+HTML = ROOT / "_build" / "html"
+SCREENSHOTS = ROOT / "_build" / "screenshots"
+AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
+CHROMIUMS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"] + [
+    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
+    "/Applications/Chromium.app/Contents/MacOS/Chromium",
+]
+MODES = ("light", "dark")
+# The rules of axe-core that depend on how wide the page is; all of them run on the wide page.
+NARROW_RULES = ["scrollable-region-focusable", "focus-order-semantics", "target-size", "region", "link-in-text-block"]
+WIDTHS = {1280: 900, 360: 740}  # px: a laptop and a phone
+
+
+def toc_pages():
+    """Return the pages of the table of contents, in reading order, as paths of the site."""
+    toc = yaml.safe_load((ROOT / "_toc.yml").read_text())
+    files = [entry["file"] for part in toc["parts"] for entry in part["chapters"]]
+    return [f"{name}.html" for name in [toc["root"], *files]]
+
+
+PAGES = toc_pages() + ["search.html", "genindex.html", "404.html"]
+
+
+def find_chromium():
+    """Return the path of Chromium or Chrome, from the variable CHROMIUM or where it usually is; None if it is absent."""
+    names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else CHROMIUMS
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+@contextmanager
+def chromium():
+    """Start Chromium without a window, and stop it."""
+    path = find_chromium()
+    assert path, "no Chromium: run `python tests/browser.py`"
+    with sync_playwright() as playwright:
+        # The sandbox needs rights that a container lacks; what is opened here is the project's own.
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def serve(folder):
+    """Serve a folder on localhost; give its address."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+
+
+class Visit:
+    """A page of the site in a context of its own, cut off from all but `base`; it records requests and errors."""
+
+    def __init__(self, browser, base, mode="light", width=1280, scripts=True):
+        self.base, self.scripts, self.errors, self.outside = base, scripts, [], []
+        self.context = browser.new_context(
+            color_scheme=mode,
+            viewport=dict(width=width, height=WIDTHS[width]),
+            java_script_enabled=scripts,
+            reduced_motion="reduce",
+            permissions=["clipboard-read", "clipboard-write"],
+        )
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(20_000)
+        self.page.route("**/*", self._route)
+        self.page.on("pageerror", lambda error: self.errors.append(f"page error: {error}"))
+        self.page.on("console", self._console)
+        self.page.on("response", self._response)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.context.close()
+
+    def _route(self, route):
+        url = route.request.url
+        if url.startswith((self.base, "data:", "blob:")):
+            route.continue_()
+        else:
+            self.outside.append(url)
+            route.abort()
+
+    def _console(self, message):
+        if message.type in ("error", "warning"):
+            self.errors.append(f"console {message.type}: {message.text}")
+
+    def _response(self, response):
+        if response.status >= 400:
+            self.errors.append(f"{response.status}: {response.url}")
+
+    def open(self, name):
+        """Open a page and wait until its formulas are set."""
+        self.page.goto(self.base + name, wait_until="load")
+        if self.scripts:
+            self.page.evaluate("window.MathJax?.startup?.promise.then(() => null)")
+        return self.page
+
+    def resize(self, width):
+        self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
+        self.page.wait_for_timeout(400)  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
+
+    def violations(self, rules=None, within="html"):
+        """Return what axe-core finds, with every rule that it has by default and its experimental ones, or some."""
+        if not self.page.evaluate("'axe' in window"):
+            self.page.evaluate(AXE)
+        tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice", "experimental"]
+        before = list(self.errors)  # axe fetches style sheets by itself, some from where they are not
+        only = dict(type="rule", values=rules) if rules else dict(type="tag", values=tags)
+        found = self.page.evaluate("([within, only]) => axe.run(within, {runOnly: only, resultTypes: ['violations']})", [within, only])
+        self.errors[:] = before
+        return [
+            f"{violation['id']}: {node['target']} {node['html'][:120]} {node['failureSummary'][:300]}"
+            for violation in found["violations"]
+            for node in violation["nodes"]
+        ]
+
+    def assert_clean(self):
+        """No error, and no request to another host."""
+        assert not self.errors
+        assert not self.outside
+
+
+def main():
+    """Find Chromium, install it where that needs no question, or say what to do."""
+    if find_chromium() is None and os.environ.get("CHROMIUM"):
+        sys.exit(f"The variable CHROMIUM names no program: {os.environ['CHROMIUM']}")
+    if find_chromium() is None and shutil.which("apt-get") and os.geteuid() == 0:
+        print("== No browser found: installing Debian's chromium", flush=True)
+        quiet = dict(stdout=subprocess.DEVNULL, env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"})
+        subprocess.run(["apt-get", "update", "-qq"], **quiet)
+        subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], **quiet)
+    if find_chromium() is None:
+        sys.exit(
+            "The tests of the site need a browser. Install Chromium or Google Chrome (Debian: apt-get install chromium; "
+            "macOS: brew install --cask google-chrome), or set CHROMIUM to its path."
+        )
+
+
+if __name__ == "__main__":
+    main()
