@@ -230,7 +230,9 @@ def test_card_and_description(browser, base):
         for name in toc_pages():
             page = visit.open(name)
             tags = dict(
-                page.locator("meta[property^='og:']").evaluate_all("all => all.map(m => [m.getAttribute('property'), m.content])")
+                page.locator("meta[property^='og:']").evaluate_all(
+                    "all => all.map(m => [m.getAttribute('property'), m.content])"
+                )
             )
             assert tags["og:title"] and tags["og:site_name"] and tags["og:image:alt"], json.dumps(tags)
             descriptions.add(tags.get("og:description"))
