@@ -42,7 +42,7 @@ PAGES = toc_pages() + ["search.html", "genindex.html", "404.html"]
 
 
 def find_chromium():
-    """Return the path of Chromium or Chrome, from the variable CHROMIUM or where it usually is; None if it is absent."""
+    """Return the path of Chromium or Chrome, from the variable CHROMIUM or where it usually is, or None."""
     names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else CHROMIUMS
     return next((path for path in map(shutil.which, names) if path), None)
 
@@ -123,7 +123,9 @@ class Visit:
 
     def resize(self, width):
         self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
-        self.page.wait_for_timeout(400)  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
+        self.page.wait_for_timeout(
+            400
+        )  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
 
     def violations(self, rules=None, within="html"):
         """Return what axe-core finds, with every rule that it has by default and its experimental ones, or some."""
@@ -132,7 +134,9 @@ class Visit:
         tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice", "experimental"]
         before = list(self.errors)  # axe fetches style sheets by itself, some from where they are not
         only = dict(type="rule", values=rules) if rules else dict(type="tag", values=tags)
-        found = self.page.evaluate("([within, only]) => axe.run(within, {runOnly: only, resultTypes: ['violations']})", [within, only])
+        found = self.page.evaluate(
+            "([within, only]) => axe.run(within, {runOnly: only, resultTypes: ['violations']})", [within, only]
+        )
         self.errors[:] = before
         return [
             f"{violation['id']}: {node['target']} {node['html'][:120]} {node['failureSummary'][:300]}"
@@ -157,7 +161,7 @@ def main():
         subprocess.run(["apt-get", "install", "-y", "-qq", "--no-install-recommends", "chromium"], **quiet)
     if find_chromium() is None:
         sys.exit(
-            "The tests of the site need a browser. Install Chromium or Google Chrome (Debian: apt-get install chromium; "
+            "Testing the site needs a browser: install Chromium or Google Chrome (Debian: apt-get install chromium; "
             "macOS: brew install --cask google-chrome), or set CHROMIUM to its path."
         )
 

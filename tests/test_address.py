@@ -71,10 +71,14 @@ def test_set_and_taken_out_again(copy):
     assert contents(copy) == before
 
 
-@pytest.mark.parametrize("url", ["github.com/a/b", "https://example.org/a/b", "https://github.com/a", "https://github.com/a/b/c"])
+@pytest.mark.parametrize(
+    "url", ["github.com/a/b", "https://example.org/a/b", "https://github.com/a", "https://github.com/a/b/c"]
+)
 def test_other_addresses_are_refused(url, copy):
     before = contents(copy)
-    with pytest.raises(ValueError, match=re.escape(f"URL must be https://github.com/owner/name, or empty, got {url!r}")):
+    with pytest.raises(
+        ValueError, match=re.escape(f"URL must be https://github.com/owner/name, or empty, got {url!r}")
+    ):
         address.set_address(url, copy)
     assert contents(copy) == before
 
@@ -104,7 +108,12 @@ print(asked)
 def test_what_the_colab_cell_installs_is_the_package_alone(tmp_path):
     """Run its pip command on a clone of this repository: the package lands, nothing comes with it, and it imports."""
     clone = tmp_path / "clone"
-    files = subprocess.run(["git", "ls-files", "flashattn", "pyproject.toml", "README.md", "LICENSE"], cwd=ROOT, capture_output=True, text=True)
+    files = subprocess.run(
+        ["git", "ls-files", "flashattn", "pyproject.toml", "README.md", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
     for name in files.stdout.split():
         (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, clone / name)
@@ -117,7 +126,9 @@ def test_what_the_colab_cell_installs_is_the_package_alone(tmp_path):
     subprocess.run([sys.executable, "-m", "pip", *command.split(), "--target", str(target)], check=True)
     assert {re.split(r"[-.]", path.name)[0] for path in target.iterdir()} == {"flashattn"}
     code = "import sys; sys.path.insert(0, sys.argv[1]); import flashattn; print(flashattn.__file__)"
-    done = subprocess.run([sys.executable, "-c", code, str(target)], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(target)], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert done.stdout.startswith(str(target))
 
 
@@ -144,7 +155,9 @@ def test_built_site_follows_a_made_up_address(copy):
     config.write_text(config.read_text().replace("execute_notebooks: cache", 'execute_notebooks: "off"'))
     address.set_address(MADE_UP, copy)
     build = subprocess.run(
-        [Path(sys.executable).with_name("jupyter-book"), "build", copy, "--all", "--quiet"], capture_output=True, text=True
+        [Path(sys.executable).with_name("jupyter-book"), "build", copy, "--all", "--quiet"],
+        capture_output=True,
+        text=True,
     )
     html = copy / "_build" / "html"
     assert (html / "404.html").exists(), build.stdout[-2000:] + build.stderr[-2000:]

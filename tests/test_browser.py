@@ -93,12 +93,19 @@ def test_page_reads_whole_with_scripts_off(name, browser, base):
             assert figure.locator("[data-frame]").is_visible() and figure.locator("figcaption").inner_text().strip()
 
 
-@pytest.mark.parametrize("name", ["index.html", *PAGES])
+def test_first_address_leads_to_the_first_page(browser):
+    with Visit(browser, HTML.as_uri() + "/") as visit:
+        visit.page.goto(visit.base + "index.html", wait_until="commit")
+        visit.page.wait_for_url("**/book/intro.html")
+        visit.assert_clean()
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_page_works_from_a_folder(name, browser):
     folder = HTML.as_uri() + "/"
     with Visit(browser, folder) as visit:
         page = visit.open(name)
-        page.wait_for_selector("h1")
+        page.locator("h1:visible").first.wait_for()
         assert page.locator("mjx-merror").count() == 0
         assert bool(page.locator("mjx-container").count()) == bool(page.locator("article .math").count())
         visit.assert_clean()
@@ -223,7 +230,9 @@ def test_card_and_description(browser, base):
         for name in toc_pages():
             page = visit.open(name)
             tags = dict(
-                page.locator("meta[property^='og:']").evaluate_all("all => all.map(m => [m.getAttribute('property'), m.content])")
+                page.locator("meta[property^='og:']").evaluate_all(
+                    "all => all.map(m => [m.getAttribute('property'), m.content])"
+                )
             )
             assert tags["og:title"] and tags["og:site_name"] and tags["og:image:alt"], json.dumps(tags)
             descriptions.add(tags.get("og:description"))

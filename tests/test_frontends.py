@@ -24,9 +24,18 @@ explore(draw, n=Control([1, 2, 3], "how many"), kind=Control(["apples", "pears"]
 @contextmanager
 def jupyterlab(folder):
     """Run JupyterLab on a folder, without settings of this machine; give its address."""
-    home = {name: str(folder / ".home") for name in ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")}
+    home = {
+        name: str(folder / ".home")
+        for name in ("HOME", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")
+    }
     log = folder / "log"
-    options = ["--no-browser", "--port=0", "--IdentityProvider.token=", "--allow-root", "--LabApp.extension_manager=readonly"]
+    options = [
+        "--no-browser",
+        "--port=0",
+        "--IdentityProvider.token=",
+        "--allow-root",
+        "--LabApp.extension_manager=readonly",
+    ]
     with log.open("w") as file:
         server = subprocess.Popen(
             [sys.executable, "-m", "jupyterlab", *options, "--LabApp.news_url=", f"--ServerApp.root_dir={folder}"],

@@ -6,14 +6,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+from browser import PAGES
 
 HTML = Path(__file__).parents[1] / "_build" / "html"
 CHAPTERS = [
     "01_memory_wall", "02_online_softmax", "03_tiling", "04_first_kernel", "05_forward_kernel", "06_backward_pass"
 ]  # fmt: skip
-PAGES = [f"notebooks/{name}.html" for name in CHAPTERS] + [
-    f"book/{name}.html" for name in ("intro", "notation", "glossary", "api", "references", "status", "contributing")
-]
 
 
 class Page(HTMLParser):

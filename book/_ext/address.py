@@ -109,4 +109,6 @@ if __name__ == "__main__":
         set_address(parser.parse_args().url)
     except ValueError as error:
         parser.error(str(error))
-    print(f"The address is {read_address() or 'empty'}: _config.yml, README.md, CITATION.cff, pyproject.toml, notebooks")
+    print(
+        f"The address is {read_address() or 'empty'}: _config.yml, README.md, CITATION.cff, pyproject.toml, notebooks"
+    )

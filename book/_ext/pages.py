@@ -44,7 +44,8 @@ NOT_FOUND = """<!DOCTYPE html>
 <style>:root{{color-scheme:light dark}}body{{font:1.1rem/1.5 system-ui,sans-serif;max-width:34rem;margin:10vh auto;
 padding:0 1rem;background:Canvas;color:CanvasText}}a{{color:LinkText}}svg{{width:5rem}}</style></head>
 <body><main>{icon}<h1>There is no such page</h1><p>It may have moved. <a href="index.html">The first page of
-{title}</a> lists the chapters, and <a href="search.html">the search</a> looks through all of them.</p></main></body></html>
+{title}</a> lists the chapters, and <a href="search.html">the search</a> looks through all of them.</p></main></body>
+</html>
 """
 
 
@@ -94,7 +95,12 @@ def configure(app, config):
     options.pop("repository_url", None)
     config.html_baseurl = address.site_address(url)
     if url:
-        options |= {"repository_url": url, "repository_branch": "main", "use_repository_button": True, "use_issues_button": True}
+        options |= {
+            "repository_url": url,
+            "repository_branch": "main",
+            "use_repository_button": True,
+            "use_issues_button": True,
+        }
         options["launch_buttons"] = {"colab_url": "https://colab.research.google.com"}
 
 
@@ -168,9 +174,8 @@ def finish(app, exception):
         if "_static" not in path.parts and "bd-main" in text and REPAIRED not in text:  # left from an earlier build
             path.write_text(repair(text, path.relative_to(out)))
     base = re.sub(r"https://[^/]+", "", app.config.html_baseurl) or "./"
-    (out / "404.html").write_text(
-        NOT_FOUND.format(base=base, icon=pictures.icon_svg().replace("<svg", '<svg aria-hidden="true"'), title=app.config.html_title)
-    )  # fmt: skip
+    icon = pictures.icon_svg().replace("<svg", '<svg aria-hidden="true"')
+    (out / "404.html").write_text(NOT_FOUND.format(base=base, icon=icon, title=app.config.html_title))
     for bundle in (out / "_static" / "mathjax").glob("*.js"):
         if bundle.name != MATHJAX:
             bundle.unlink()
@@ -186,5 +191,6 @@ def setup(app):
     app.connect("html-page-context", add_metadata)
     app.connect("build-finished", finish)
     # From a folder a page may not read another one: search lists the hits without their excerpts.
-    app.add_js_file(None, body="if (location.protocol === 'file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;", priority=900)  # fmt: skip
+    plain_hits = "if (location.protocol === 'file:') DOCUMENTATION_OPTIONS.SHOW_SEARCH_SUMMARY = false;"
+    app.add_js_file(None, body=plain_hits, priority=900)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -82,8 +82,7 @@ def browser_section(results):
     lines = [
         f"{counts_line(results)}. Chromium {version}, the site served on localhost. Weight is that of the page itself, "
         "uncompressed, without the files that all pages share; first view is the first contentful paint with an empty "
-        "cache, the longer of light and dark mode; violations are what axe-core finds in both modes, at 1280 and at 360 "
-        "pixels.",
+        "cache, the longer of both modes; violations are what axe-core finds in both modes together.",
         "",
         "| page | weight | requests | first view | figures | controls | frames | axe violations |",
         "|---|---|---|---|---|---|---|---|",
