@@ -752,3 +752,107 @@ def backward_mask_tiles(panels):
             axes.text(len(kinds[0]) + 1.5, i * 1.3 + 1.2, kind, va="center", fontsize=9)
     counted = {title: sum(row.count("masked") for row in kinds) for title, kinds in panels.items()}
     return figure, "Grids of score tiles. " + "; ".join(f"{title}: {n} masked" for title, n in counted.items()) + "."
+
+
+# Chapter 7
+
+
+def _powers_of_ten(axis, powers):
+    """Label an axis on a log scale with the given powers of ten."""
+    digits = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    axis.set_ticks([10.0**p for p in powers], [f"10{str(p).translate(digits)}" if p else "1" for p in powers])
+
+
+@picture
+def number_spacing(formats):
+    """Plot how far apart neighbouring numbers of each format are. formats: {name: (smallest normal, largest, eps)}."""
+    figure, axes = new_figure(figsize=(4.8, 3.6))
+    low, high = 2.0**-20, 2.0**20
+    for (name, (smallest, largest, eps)), line in zip(formats.items(), ("-", "--", ":"), strict=True):
+        # Below the smallest normal number the spacing stays what it is there.
+        exponents = range(-20, 20)
+        starts = [2.0**e for e in exponents if 2.0**e < largest]
+        gaps = [max(x, smallest) * eps for x in starts]
+        axes.step([*starts, min(2 * starts[-1], largest, high)], [*gaps, gaps[-1]], where="post", color=INK,
+                  linestyle=line, linewidth=1.5, label=name)  # fmt: skip
+        if largest < high:
+            end = dict(color=COLORS["standard"], markersize=8, linestyle="none", label=f"{name} ends at {largest:.0f}")
+            axes.plot(largest, gaps[-1], "X", **end)
+    axes.set(xscale="log", yscale="log", xlim=(low, high), xlabel="size of the number", ylabel="distance to the next")
+    _powers_of_ten(axes.xaxis, range(-6, 7, 2))
+    _powers_of_ten(axes.yaxis, range(-12, 5, 4))
+    axes.minorticks_off()
+    axes.legend(fontsize=9, loc="lower right")
+    at_1000 = "; ".join(f"{name} {512 * eps:.2g}" for name, (_, _, eps) in formats.items())
+    return figure, (
+        "Distance between neighbouring numbers against their size, both on log scales: staircases that double at every "
+        f"power of two. At 1000 the distances are: {at_1000}. The staircase of fp16 ends at 65504 and is flat below "
+        "0.00006; bf16 lies highest everywhere, fp32 lowest."
+    )
+
+
+@picture
+def error_of_product(head_dims, errors_by_way):
+    """Plot the relative error of a score against the number of its terms. errors_by_way: {label: (role, errors)}."""
+    figure, axes = new_figure(figsize=(4.8, 3.7))
+    for label, (role, errors) in errors_by_way.items():
+        axes.plot(head_dims, errors, label=label, **role_style(role))
+    axes.set(xscale="log", yscale="log", xlabel="head dimension d", ylabel="error / size of a score")
+    axes.set_xticks(head_dims, [str(d) for d in head_dims])
+    _powers_of_ten(axes.yaxis, range(-8, -1, 2))
+    axes.set_ylim(1e-8, 1e-2)
+    axes.minorticks_off()
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", fontsize=9)
+    ends = "; ".join(f"{label}: {errors[-1]:.0e}" for label, (_, errors) in errors_by_way.items())
+    return figure, f"Error of a score relative to its size, against the head dimension. At d = {head_dims[-1]}: {ends}."
+
+
+@picture
+def causes_of_difference(sizes, smallest=1e-8):
+    """Draw how far each cause moves the output, one mark a cause. sizes: {cause: (role, relative size)}."""
+    figure, axes = new_figure(figsize=(4.8, 0.42 * len(sizes) + 0.9))
+    for row, (role, size) in enumerate(sizes.values()):
+        style = role_style(role)
+        axes.plot([smallest, size], [row, row], color=style["color"], linewidth=3, alpha=0.5)
+        axes.plot(size, row, style["marker"], color=style["color"], markersize=8)
+    axes.set(xscale="log", xlim=(smallest, 0.1), ylim=(len(sizes) - 0.5, -0.6), xlabel="change / size of the output")
+    axes.set_yticks(range(len(sizes)), list(sizes))
+    _powers_of_ten(axes.xaxis, range(-8, 0, 2))
+    axes.minorticks_off()
+    axes.grid(axis="y", visible=False)
+    parts = "; ".join(f"{cause} {size:.0e}" for cause, (_, size) in sizes.items())
+    return figure, f"Change of the output by each cause alone, relative to its size: {parts}."
+
+
+@picture
+def budget_by_length(seqlens, families, tolerance):
+    """Plot the error of right and wrong code against the budget and a fixed tolerance, one panel for each input family.
+
+    families: {title: {"bug": errors, "budget": budgets, "right": errors}}, each over seqlens.
+    """
+    figure, panels = new_figure(len(families), 1, figsize=(4.8, 2.5 * len(families) + 0.6))
+    looks = {
+        "bug": ("unmasked padding", role_style("standard")),
+        "budget": ("error budget", dict(color=INK, linestyle="-", linewidth=2.2)),
+        "right": ("tiled, no bug", role_style("flash")),
+    }
+    parts = []
+    for axes, (title, curves) in zip(panels, families.items(), strict=True):
+        for name, (label, look) in looks.items():
+            axes.plot(seqlens, curves[name], label=label, **look)
+        axes.axhline(tolerance, color=INK, linewidth=1, linestyle=":", label=f"fixed tolerance {tolerance:g}")
+        axes.set(xscale="log", yscale="log", ylabel="largest error of out", ylim=(1e-4, 1))
+        axes.set_title(title, fontsize=10, loc="left")
+        _powers_of_ten(axes.yaxis, range(-4, 1))
+        axes.set_xticks(seqlens, [str(n) for n in seqlens])
+        axes.minorticks_off()
+        over = sum(bug > budget for bug, budget in zip(curves["bug"], curves["budget"], strict=True))
+        seen = sum(bug > tolerance for bug in curves["bug"])
+        parts.append(
+            f"{title}: the bug is over the budget at {over} of {len(seqlens)} lengths, over {tolerance:g} at {seen}; "
+            f"at N = {seqlens[-1]} it is {curves['bug'][-1]:.0e}, the budget {curves['budget'][-1]:.0e}, "
+            f"right code {curves['right'][-1]:.0e}"
+        )
+    panels[-1].set_xlabel("number of keys N")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
+    return figure, "Errors against the number of keys. " + ". ".join(parts) + "."
