@@ -8,6 +8,7 @@ import functools
 import hashlib
 import html
 import io
+import itertools
 import re
 
 import matplotlib
@@ -752,3 +753,68 @@ def backward_mask_tiles(panels):
             axes.text(len(kinds[0]) + 1.5, i * 1.3 + 1.2, kind, va="center", fontsize=9)
     counted = {title: sum(row.count("masked") for row in kinds) for title, kinds in panels.items()}
     return figure, "Grids of score tiles. " + "; ".join(f"{title}: {n} masked" for title, n in counted.items()) + "."
+
+
+# Chapter 10
+
+
+@picture
+def error_maps(maps):
+    """Draw where results are wrong, rows of queries by columns. maps: {title: rows of 0 right, 1 off, 2 NaN}."""
+    lines = -(-len(maps) // 3)
+    figure, grid = new_figure(rows=lines, columns=3, figsize=(5.4, 2.7 * lines + 0.4))
+    looks = {
+        1: dict(fc=COLORS["standard"], alpha=0.75),
+        2: dict(fc=COLORS["device_memory"], hatch="xxx", alpha=0.75),
+    }
+    for axes, (title, rows) in zip(grid.flat, maps.items(), strict=True):
+        for m, row in enumerate(rows):
+            start = 0
+            for kind, run in itertools.groupby(row):
+                stop = start + len(list(run))
+                if kind:
+                    box = (start, m), stop - start, 1
+                    axes.add_patch(matplotlib.patches.Rectangle(*box, ec="none", lw=0, **looks[kind]))
+                start = stop
+        axes.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), xticks=[0, 16], yticks=[0, 32], title=title)
+        axes.title.set_size(10)
+        axes.spines[["top", "right"]].set_visible(True)
+        axes.grid(visible=False)
+    for axes in grid.flat[-3:]:
+        axes.set_xlabel("column", fontsize=9)
+    for axes in grid.flat[::3]:
+        axes.set_ylabel("row", fontsize=9)
+    handles = [matplotlib.patches.Patch(label=label, **looks[kind]) for kind, label in ((1, "off"), (2, "NaN"))]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9)
+    counted = []
+    for title, rows in maps.items():
+        kinds = [kind for row in rows for kind in row]
+        counted.append(f"{title}: {kinds.count(1)} off, {kinds.count(2)} NaN of {len(kinds)}")
+    return figure, "Maps of the wrong elements of a result. " + "; ".join(counted) + "."
+
+
+@picture
+def shared_by_stages(settings, limits):
+    """Plot shared memory against stages, and write at each mark the bytes that a thread spills.
+
+    settings: {label: (role, [(stages, bytes, spilled bytes), …])}. limits: {label: bytes}.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.2))
+    for label, (role, points) in settings.items():
+        stages, sizes, spills = zip(*points, strict=True)
+        axes.plot(stages, [size / 1024 for size in sizes], label=label, **role_style(role))
+        for x, y, spilled in points:
+            axes.annotate(
+                f"{spilled} B", (x, y / 1024), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
+            )
+    for label, size in limits.items():
+        axes.axhline(size / 1024, color=INK, linewidth=1, linestyle=":")
+        axes.text(0.8, size / 1024 + 3, f"{label}: {size / 1024:.0f} KiB", fontsize=8)
+    axes.set(xlabel="stages", ylabel="shared memory (KiB)", xticks=[1, 2, 3, 4], xlim=(0.75, 4.3), ylim=(0, 330))
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+    parts = []
+    for label, (_, points) in settings.items():
+        values = [f"{size / 1024:.0f} KiB and {spilled} bytes spilled" for _, size, spilled in points]
+        parts.append(f"{label}, 1 to 4 stages: {', '.join(values)}")
+    marks = ", ".join(f"{label} {size / 1024:.0f} KiB" for label, size in limits.items())
+    return figure, f"Shared memory of a block by stages. {'; '.join(parts)}. Dotted limits: {marks}."
