@@ -794,27 +794,32 @@ def error_maps(maps):
 
 
 @picture
-def shared_by_stages(settings, limits):
-    """Plot shared memory against stages, and write at each mark the bytes that a thread spills.
+def shared_and_spills(stages, shared_bytes, limit, spills):
+    """Plot what a block takes against stages: above shared memory and its limit, below spills of registers.
 
-    settings: {label: (role, [(stages, bytes, spilled bytes), …])}. limits: {label: bytes}.
+    stages: numbers of stages. shared_bytes: of a block. limit: (label, bytes).
+    spills: {label: (role, [bytes of a thread, …])}.
     """
-    figure, axes = new_figure(figsize=(4.8, 3.2))
-    for label, (role, points) in settings.items():
-        stages, sizes, spills = zip(*points, strict=True)
-        axes.plot(stages, [size / 1024 for size in sizes], label=label, **role_style(role))
-        for x, y, spilled in points:
-            axes.annotate(
-                f"{spilled} B", (x, y / 1024), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
-            )
-    for label, size in limits.items():
-        axes.axhline(size / 1024, color=INK, linewidth=1, linestyle=":")
-        axes.text(0.8, size / 1024 + 3, f"{label}: {size / 1024:.0f} KiB", fontsize=8)
-    axes.set(xlabel="stages", ylabel="shared memory (KiB)", xticks=[1, 2, 3, 4], xlim=(0.75, 4.3), ylim=(0, 330))
-    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
-    parts = []
-    for label, (_, points) in settings.items():
-        values = [f"{size / 1024:.0f} KiB and {spilled} bytes spilled" for _, size, spilled in points]
-        parts.append(f"{label}, 1 to 4 stages: {', '.join(values)}")
-    marks = ", ".join(f"{label} {size / 1024:.0f} KiB" for label, size in limits.items())
-    return figure, f"Shared memory of a block by stages. {'; '.join(parts)}. Dotted limits: {marks}."
+    figure, (above, below) = new_figure(rows=2, figsize=(4.8, 4.4))
+    name, limit_bytes = limit
+    for x, size in zip(stages, shared_bytes, strict=True):
+        fails = size > limit_bytes
+        color = COLORS["standard" if fails else "on_chip"]
+        above.bar(x, size / 1024, width=0.6, edgecolor=INK, linewidth=0.5, alpha=0.7, color=color)
+        above.text(x, 8, f"{size / 1024:.0f}", ha="center", va="bottom", fontsize=9)
+        if fails:
+            above.text(x, size / 1024 + 8, "launch fails", ha="center", va="bottom", fontsize=9)
+    above.axhline(limit_bytes / 1024, color=INK, linewidth=1, linestyle=":")
+    above.text(stages[0] - 0.45, limit_bytes / 1024 + 6, f"{name}: {limit_bytes / 1024:.0f} KiB", fontsize=9)
+    above.set(ylabel="shared memory\n(KiB a block)", xticks=stages, ylim=(0, max(shared_bytes) / 1024 * 1.35))
+    for label, (role, values) in spills.items():
+        below.plot(stages, values, label=label, **role_style(role))
+    most = max(max(values) for _, values in spills.values())
+    below.set(
+        xlabel="stages", ylabel="spilled registers\n(bytes a thread)", xticks=stages, ylim=(-most * 0.08, most * 1.2)
+    )
+    below.legend(fontsize=9, loc="center right")
+    sizes = ", ".join(f"{size / 1024:.0f}" for size in shared_bytes)
+    lines = "; ".join(f"{label}: {', '.join(map(str, values))} bytes" for label, (_, values) in spills.items())
+    alt = f"For {stages[0]} to {stages[-1]} stages, shared memory of {sizes} KiB, limit {limit_bytes / 1024:.0f} KiB"
+    return figure, f"{alt}; spilled registers: {lines}."
