@@ -8,6 +8,7 @@ import functools
 import hashlib
 import html
 import io
+import itertools
 import re
 
 import matplotlib
@@ -856,3 +857,73 @@ def budget_by_length(seqlens, families, tolerance):
     panels[-1].set_xlabel("number of keys N")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=9)
     return figure, "Errors against the number of keys. " + ". ".join(parts) + "."
+
+
+# Chapter 10
+
+
+@picture
+def error_maps(maps):
+    """Draw where results are wrong, rows of queries by columns. maps: {title: rows of 0 right, 1 off, 2 NaN}."""
+    lines = -(-len(maps) // 3)
+    figure, grid = new_figure(rows=lines, columns=3, figsize=(5.4, 2.7 * lines + 0.4))
+    looks = {
+        1: dict(fc=COLORS["standard"], alpha=0.75),
+        2: dict(fc=COLORS["device_memory"], hatch="xxx", alpha=0.75),
+    }
+    for axes, (title, rows) in zip(grid.flat, maps.items(), strict=True):
+        for m, row in enumerate(rows):
+            start = 0
+            for kind, run in itertools.groupby(row):
+                stop = start + len(list(run))
+                if kind:
+                    box = (start, m), stop - start, 1
+                    axes.add_patch(matplotlib.patches.Rectangle(*box, ec="none", lw=0, **looks[kind]))
+                start = stop
+        axes.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), xticks=[0, 16], yticks=[0, 32], title=title)
+        axes.title.set_size(10)
+        axes.spines[["top", "right"]].set_visible(True)
+        axes.grid(visible=False)
+    for axes in grid.flat[-3:]:
+        axes.set_xlabel("column", fontsize=9)
+    for axes in grid.flat[::3]:
+        axes.set_ylabel("row", fontsize=9)
+    handles = [matplotlib.patches.Patch(label=label, **looks[kind]) for kind, label in ((1, "off"), (2, "NaN"))]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9)
+    counted = []
+    for title, rows in maps.items():
+        kinds = [kind for row in rows for kind in row]
+        counted.append(f"{title}: {kinds.count(1)} off, {kinds.count(2)} NaN of {len(kinds)}")
+    return figure, "Maps of the wrong elements of a result. " + "; ".join(counted) + "."
+
+
+@picture
+def shared_and_spills(stages, shared_bytes, limit, spills):
+    """Plot what a block takes against stages: above shared memory and its limit, below spills of registers.
+
+    stages: numbers of stages. shared_bytes: of a block. limit: (label, bytes).
+    spills: {label: (role, [bytes of a thread, …])}.
+    """
+    figure, (above, below) = new_figure(rows=2, figsize=(4.8, 4.4))
+    name, limit_bytes = limit
+    for x, size in zip(stages, shared_bytes, strict=True):
+        fails = size > limit_bytes
+        color = COLORS["standard" if fails else "on_chip"]
+        above.bar(x, size / 1024, width=0.6, edgecolor=INK, linewidth=0.5, alpha=0.7, color=color)
+        above.text(x, 8, f"{size / 1024:.0f}", ha="center", va="bottom", fontsize=9)
+        if fails:
+            above.text(x, size / 1024 + 8, "launch fails", ha="center", va="bottom", fontsize=9)
+    above.axhline(limit_bytes / 1024, color=INK, linewidth=1, linestyle=":")
+    above.text(stages[0] - 0.45, limit_bytes / 1024 + 6, f"{name}: {limit_bytes / 1024:.0f} KiB", fontsize=9)
+    above.set(ylabel="shared memory\n(KiB a block)", xticks=stages, ylim=(0, max(shared_bytes) / 1024 * 1.35))
+    for label, (role, values) in spills.items():
+        below.plot(stages, values, label=label, **role_style(role))
+    most = max(max(values) for _, values in spills.values())
+    below.set(
+        xlabel="stages", ylabel="spilled registers\n(bytes a thread)", xticks=stages, ylim=(-most * 0.08, most * 1.2)
+    )
+    below.legend(fontsize=9, loc="center right")
+    sizes = ", ".join(f"{size / 1024:.0f}" for size in shared_bytes)
+    lines = "; ".join(f"{label}: {', '.join(map(str, values))} bytes" for label, (_, values) in spills.items())
+    alt = f"For {stages[0]} to {stages[-1]} stages, shared memory of {sizes} KiB, limit {limit_bytes / 1024:.0f} KiB"
+    return figure, f"{alt}; spilled registers: {lines}."
