@@ -5,8 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BOOK := _build/html/index.html
 CACHE := _build/.jupyter_cache
-NOTEBOOKS := $(sort $(wildcard notebooks/[0-9]*.ipynb))
-SOURCES := $(NOTEBOOKS) $(wildcard *.yml book/*.md book/*.bib book/_static/* book/_ext/*.py flashattn/*.py flashattn/data/*)
+NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
+SOURCES := $(NOTEBOOKS) $(wildcard *.yml book/*.md book/*.bib book/_static/* book/_ext/*.py flashattn/*.py flashattn/*.js flashattn/data/*)
 GPU_TESTS := $(addprefix tests/test_,kernels.py api.py ops.py sdpa.py cases.py properties.py doctor.py)
 JOBS ?= $(shell python3 -c 'import os; print(min(os.cpu_count(), 8))')
 # One thread a process: two notebooks or test workers side by side would otherwise fight over the cores.
@@ -56,8 +56,9 @@ fuzz: $(VENV)/installed  ## draw N random cases and hold them to the error budge
 sanitize: $(VENV)/installed  ## run the kernels under compute-sanitizer on this machine's GPU
 	@$(BIN)/python tests/sanitize.py --out tests/results/sanitizer.json
 
-targets: $(VENV)/installed  ## compile every kernel for every target and record it in flashattn/data/targets.csv
+targets: $(VENV)/installed  ## compile every kernel for every target and record it in flashattn/data
 	@$(BIN)/python tests/compile_kernels.py --table
+	@$(BIN)/python tests/compile_kernels.py --sweep
 
 lint: $(VENV)/installed  ## check style
 	@$(BIN)/ruff check .

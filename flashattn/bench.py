@@ -58,10 +58,11 @@ def load_rows(gpu, **wanted):
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def load_targets(**wanted):
+def load_targets(table="targets", **wanted):
     """Return what the compiler allocates for each kernel on each target, as ``make targets`` recorded it.
 
     Args:
+        table: "targets" for the package's own blocks, "blocks" for the forward kernel with many others.
         wanted: keep only rows whose columns equal these values, as in ``target="sm_90", direction="forward"``.
 
     Returns:
@@ -72,7 +73,7 @@ def load_targets(**wanted):
     booleans = {"True": True, "False": False}
     rows = [
         {name: int(value) if value.isdigit() else booleans.get(value, value) for name, value in row.items()}
-        for row in _read(DATA / "targets.csv")
+        for row in _read(DATA / f"{table}.csv")
     ]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 

@@ -46,25 +46,36 @@ STYLE = {
 class Picture:
     """A matplotlib figure as an inline SVG with a text alternative. alt says what the picture shows, not what it is."""
 
-    def __init__(self, figure, alt):
+    def __init__(self, figure, alt, prefix=None):
+        """Make the SVG. prefix: begins its ids; by default a hash of the content, which differs between pictures."""
         self.figure, self.alt = figure, alt
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-        svg = buffer.getvalue()
-        svg = svg[svg.index("<svg") :]
-        svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.S).replace(INK, "currentColor")
+        svg = _lean(buffer.getvalue()).replace(INK, "currentColor")
         # Several pictures share a page: make their ids differ.
-        prefix = "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]
+        prefix = prefix or "f" + hashlib.sha256(svg.encode()).hexdigest()[:8]
         svg = re.sub(r'(id="|url\(#|href="#)', rf"\g<1>{prefix}-", svg)
         width = float(re.search(r'width="([\d.]+)pt"', svg).group(1))
-        attributes = (
-            f'role="img" aria-label="{html.escape(alt)}" style="width:100%;max-width:{width * 1.7:.0f}px;height:auto"'
-        )
+        look = f"width:100%;max-width:{width * 1.7:.0f}px;height:auto;stroke-linejoin:round;stroke-linecap:butt"
+        attributes = f'role="img" aria-label="{html.escape(alt)}" style="{look}"'
         svg = re.sub(r' (?:width|height)="[\d.]+pt"', "", svg, count=2)  # the page sets the size
         self.svg = svg.replace("<svg", f"<svg {attributes}", 1)
 
     def _repr_html_(self):
         return f'<div class="flashattn-picture">{self.svg}</div>'
+
+
+def _lean(svg):
+    """Leave out of matplotlib's SVG what a page does not need: about half."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", svg, flags=re.S)
+    svg = re.sub(r"<style.*?</style>", "", svg, flags=re.S)  # it would apply to the whole page
+    used = set(re.findall(r'(?:url\(|href=")#([^")]+)', svg))
+    svg = re.sub(r' id="([^"]*)"', lambda match: match[0] if match[1] in used else "", svg)
+    # A hundredth of a point is finer than any screen. Labels stay as they are: only attributes are rounded.
+    places = r'\b(?:d|x|y|x1|y1|x2|y2|width|height|transform)="[^"]*"'
+    svg = re.sub(places, lambda match: re.sub(r"\d+\.\d{3,}", lambda x: f"{float(x[0]):.2f}", match[0]), svg)
+    return re.sub(r"\s*\n\s*", "\n", svg)
 
 
 def picture(draw):
@@ -231,40 +242,6 @@ def memory_shares(models):
 
 
 @picture
-def online_softmax_trace(scores, block, m_i, l_i, alpha, partial, final):
-    """Plot the state of the online softmax over a row of scores, stacked: scores and m, ℓ with alpha, partial output.
-
-    scores: the row. m_i, l_i, alpha, partial: one number after each block of `block` scores. final: the output.
-    """
-    figure, axes = new_figure(3, figsize=(4.8, 5.6))
-    ends = [min((i + 1) * block, len(scores)) for i in range(len(m_i))]
-    edges = [0, *ends]
-    axes[0].plot(range(len(scores)), scores, ".", color=INK, alpha=0.45, markersize=4)
-    axes[0].stairs(m_i, edges, baseline=None, color=COLORS["on_chip"], linewidth=2.2)
-    for upper in axes[:2]:
-        upper.sharex(axes[2])
-        upper.tick_params(labelbottom=False)
-    axes[0].set(ylabel="scores, and m")
-    axes[1].stairs(l_i, edges, baseline=None, color=COLORS["on_chip"], linewidth=2.2)
-    axes[1].set(ylabel="ℓ", ylim=(0, 1.35 * max(l_i)))
-    changed = [i for i in range(1, len(m_i)) if alpha[i] < 1]
-    for i in changed:
-        axes[1].annotate(f" α {alpha[i]:.2f}", (edges[i], 1.32 * max(l_i)), fontsize=9, va="top", color=INK)
-        for row in axes:
-            row.axvline(edges[i], color=INK, linewidth=0.8, linestyle=":")
-    axes[2].axhline(final, color=INK, linewidth=1, linestyle="--")
-    axes[2].plot(ends, partial, **role_style("flash"))
-    axes[2].set(xlabel="keys seen", ylabel="acc / ℓ")
-    alt = (
-        f"Three stacked plots over {len(scores)} keys in {len(m_i)} blocks. The running maximum m climbs from "
-        f"{m_i[0]:.1f} to {m_i[-1]:.1f} in {len(changed)} steps after the first block; at each step the factors alpha "
-        f"({', '.join(f'{alpha[i]:.2f}' for i in changed)}) cut the sum l, which ends at {l_i[-1]:.1f}. The partial "
-        f"output starts at {partial[0]:.2f}, wanders, and meets the final output {final:.2f} only at the last block."
-    )
-    return figure, alt
-
-
-@picture
 def rescale_counts(keys, counts_by_name):
     """Plot how often the running maximum has changed against the keys seen.
 
@@ -349,43 +326,6 @@ def memory_levels(levels):
         axes.text(5, -i - 0.63, reach, ha="center", va="center", fontsize=10)
     listed = "; ".join(f"{name} {size}, {reach}" for name, size, reach, _ in levels)
     return figure, f"The memories of a GPU, from small to large: {listed}."
-
-
-@picture
-def tile_walk(blocks_m, blocks_n, current):
-    """Draw the tiles of S in the order of their visit, and what is on chip at the tile current = (row, column)."""
-    figure, axes = new_figure(figsize=(4.8, 4.2))
-    row, column = current
-    axes.set(xlim=(-1.75, blocks_n + 1.75), ylim=(blocks_m + 1.15, -2.6), aspect="equal")
-    axes.axis("off")
-    for i in range(blocks_m):
-        for j in range(blocks_n):
-            step, now = i * blocks_n + j, row * blocks_n + column
-            color, fill = (COLORS["on_chip"], 0.6) if step == now else (INK, 0.12 if step < now else 0.0)
-            _tile_box(axes, j, i, 1, 1, color, fill)
-            weight = "bold" if step == now else "normal"
-            axes.text(j + 0.5, i + 0.5, str(step + 1), ha="center", va="center", fontweight=weight)
-        here = i == row
-        _tile_box(axes, -1.4, i, 0.9, 1, COLORS["on_chip" if here else "device_memory"], 0.6 if here else 0.25)
-        axes.text(-0.95, i + 0.5, "q", ha="center", va="center")
-        finished = ("device_memory", 0.25, "out") if i < row else ("device_memory", 0.0, "")
-        role, fill, label = ("on_chip", 0.6, "acc") if here else finished
-        _tile_box(axes, blocks_n + 0.5, i, 0.9, 1, COLORS[role], fill)
-        axes.text(blocks_n + 0.95, i + 0.5, label, ha="center", va="center", fontsize=9)
-    for j in range(blocks_n):
-        for name, top in (("k", -2.4), ("v", -1.4)):
-            here = j == column
-            _tile_box(axes, j, top, 1, 0.9, COLORS["on_chip" if here else "device_memory"], 0.6 if here else 0.25)
-            axes.text(j + 0.5, top + 0.45, name, ha="center", va="center")
-    for x, role, label in ((-1.4, "on_chip", "on chip now"), (blocks_n / 2 - 0.1, "device_memory", "in device memory")):
-        _tile_box(axes, x, blocks_m + 0.45, 0.45, 0.45, COLORS[role], 0.6 if role == "on_chip" else 0.25)
-        axes.text(x + 0.6, blocks_m + 0.68, label, va="center")
-    alt = (
-        f"The score matrix in {blocks_m} query blocks by {blocks_n} key blocks, visited row by row. At tile "
-        f"{row * blocks_n + column + 1} one block of q, one of k, one of v and the accumulator are on chip; {row} "
-        "blocks of out are already written to device memory."
-    )
-    return figure, alt
 
 
 @picture
@@ -721,49 +661,6 @@ def backward_dataflow():
         "Forward: Q and K give S, S gives P and L, P and V give O. Backward: dO and V give dP; O and dO give "
         "delta; P, dP and delta give dS; dS gives dQ with K, dK with Q; P and dO give dV. S, P, dP and dS exist one "
         "tile at a time on chip; Q, K, V, O, L, delta, dO, dQ, dK and dV lie whole in device memory."
-    )
-
-
-@picture
-def loop_orders(n_blocks_m, n_blocks_n):
-    """Draw the two loop orders of the backward pass over the grid of score tiles, and who writes which gradient."""
-    figure, panels = new_figure(rows=2, figsize=(4.8, 6.4))
-    titles = ("One nest: a program per key block", "dQ on its own: a program per query block")
-    for panel, (axes, title) in enumerate(zip(panels, titles, strict=True)):
-        axes.set(xlim=(-1.6, n_blocks_n + 2.4), ylim=(n_blocks_m + (0.2 if panel else 1.9), -1.0), aspect="equal")
-        axes.axis("off")
-        axes.set_title(title, fontsize=10)
-        chosen = 1
-        for m in range(n_blocks_m):
-            for n in range(n_blocks_n):
-                mine = (m if panel else n) == chosen
-                fill = dict(fc=COLORS["flash"], alpha=0.35) if mine else dict(fc="none", alpha=0.5)
-                axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, ec=INK, lw=0.8, **fill))
-        along = dict(arrowstyle="->", color=INK, lw=1.6)
-        if panel:
-            axes.annotate("", (n_blocks_n - 0.1, chosen + 0.5), (0.1, chosen + 0.5), arrowprops=along)
-        else:
-            axes.annotate("", (chosen + 0.5, n_blocks_m - 0.1), (chosen + 0.5, 0.1), arrowprops=along)
-        for m in range(n_blocks_m):
-            shared = panel == 0
-            mine = shared or m == chosen
-            color = COLORS["standard"] if shared else COLORS["on_chip"]
-            box = dict(ec=INK if shared else color, fc=color if mine else "none", hatch="///" if shared else None)
-            box["alpha"] = 0.6
-            axes.add_patch(matplotlib.patches.Rectangle((n_blocks_n + 0.35, m + 0.08), 0.6, 0.84, lw=1, **box))
-        writers = f"{n_blocks_n} writers" if panel == 0 else "1 writer"
-        axes.text(n_blocks_n + 1.1, n_blocks_m / 2, f"dQ\n{writers}\na block", va="center", fontsize=9)
-        if panel == 0:
-            for n in range(n_blocks_n):
-                box = dict(ec=COLORS["on_chip"], fc=COLORS["on_chip"] if n == chosen else "none", alpha=0.6)
-                axes.add_patch(matplotlib.patches.Rectangle((n + 0.08, n_blocks_m + 0.35), 0.84, 0.6, lw=1, **box))
-            axes.text(n_blocks_n / 2, n_blocks_m + 1.55, "dK, dV: 1 writer a block", ha="center", fontsize=9)
-        axes.text(n_blocks_n / 2, -0.25, "key blocks", ha="center", fontsize=9)
-        axes.text(-0.25, n_blocks_m / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=9)
-    return figure, (
-        f"Two grids of {n_blocks_m} query blocks by {n_blocks_n} key blocks. Above, a program runs down one column: it "
-        f"alone writes its block of dK and dV, but each block of dQ gets writes from all {n_blocks_n} programs. Below, "
-        "a program runs along one row and alone writes its block of dQ."
     )
 
 

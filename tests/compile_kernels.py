@@ -10,6 +10,10 @@ extras: "window", "softcap", "bias", "varlen", "dlse", or "rows" for tiles that 
     python tests/compile_kernels.py --table [FILE]
 
 compiles every kernel for every target and writes flashattn/data/targets.csv, or FILE: the rows of the installed triton.
+
+    python tests/compile_kernels.py --sweep [FILE]
+
+compiles the forward kernel with many block sizes, warps and stages, and writes flashattn/data/blocks.csv, or FILE.
 """
 
 import concurrent.futures
@@ -28,7 +32,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flashattn import backward, configs, forward
-from flashattn.configs import TARGETS, block_config
+from flashattn.configs import TARGETS, BlockConfig, block_config
 from flashattn.primitives import SIZES
 
 KERNELS = {
@@ -166,6 +170,26 @@ def product(dtypes=("float16", "bfloat16", "float32")):
     ]
 
 
+def sweep():
+    """Return the entries of the sweep over blocks, warps and stages: the forward kernel in half precision, causal."""
+    return [
+        [
+            "forward",
+            head_dim,
+            "float16",
+            True,
+            target,
+            [],
+            BlockConfig(*blocks, head_dim, head_dim, warps, stages, True),
+        ]
+        for target in ("sm_80", "sm_89", "sm_90", "sm_120")
+        for head_dim in (64, 128)
+        for blocks in ((32, 32), (64, 32), (64, 64), (128, 64), (128, 128))
+        for warps in (4, 8)
+        for stages in (1, 2, 3, 4)
+    ]
+
+
 def update_table(rows, path):
     """Write rows into a table in place of the ones there of the same triton version."""
     kept = []
@@ -181,13 +205,14 @@ def update_table(rows, path):
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--table":
+    if sys.argv[1] in ("--table", "--sweep"):
+        entries, path = (product(), TABLE) if sys.argv[1] == "--table" else (sweep(), TABLE.with_name("blocks.csv"))
         with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
             done = []
-            for row in pool.map(_compile_entry, product()):
+            for row in pool.map(_compile_entry, entries):
                 done.append(row)
-                print(f"\r{len(done)} of {len(product())} kernels compiled", end="", flush=True)
-        path = Path(sys.argv[2]) if len(sys.argv) > 2 else TABLE
+                print(f"\r{len(done)} of {len(entries)} kernels compiled", end="", flush=True)
+        path = Path(sys.argv[2]) if len(sys.argv) > 2 else path
         update_table(done, path)
         print(f"\n{path} written for triton {triton.__version__}")
     else:

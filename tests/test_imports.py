@@ -24,13 +24,28 @@ MAY_IMPORT = {
     "peers": {"api"},
     "bench": {"peers", "testing"},
     "goals": {"bench", "cost"},
+    "explorer": {"figures"},
+    "interactive": {"cost", "figures"},
     "doctor": {"api", "configs", "testing", "tiled"},
     "figures": {"cost"},
     "fuzz": {"api", "notebook", "reference", "testing"},
     "notebook": set(),
     "tune": {"api", "backward", "forward", "launch", "testing"},
 }
-WITHOUT_TRITON = {"reference", "tiled", "cost", "testing", "figures", "api", "doctor", "goals", "peers", "__init__"}
+WITHOUT_TRITON = {
+    "reference",
+    "tiled",
+    "cost",
+    "testing",
+    "figures",
+    "explorer",
+    "interactive",
+    "api",
+    "doctor",
+    "goals",
+    "peers",
+    "__init__",
+}
 MAY_PLOT = {"figures", "explorer", "notebook"}
 
 

@@ -28,7 +28,7 @@ def package_hash():
     """Return a hash of everything the notebooks import."""
     digest = hashlib.sha256()
     for path in sorted((ROOT / "flashattn").rglob("*")):
-        if path.suffix in {".py", ".csv"}:
+        if path.suffix in {".py", ".js", ".csv"}:
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -42,6 +42,7 @@ def execute(path):
         timeout=600,
         resources={"metadata": {"path": str(path.parent)}},
         record_timing=False,  # timestamps would keep the cached notebook from matching its source
+        store_widget_state=False,  # pages show the HTML form of an explorer, and need no widget's state
         coalesce_streams=True,  # one output for what one cell prints, however it was flushed
         extra_arguments=["--log-level=40"],  # ipykernel warns about its own default transport otherwise
     )

@@ -1,0 +1,634 @@
+"""The drawings of the interactive figures, for :func:`flashattn.explorer.explore`. They compute no attention.
+
+A figure has hundreds of frames, so these functions write their SVG by hand: it takes microseconds, and two frames share
+most of their elements. Each takes the data of its figure, then the reader's settings, and returns (SVG, sentence).
+"""
+
+import html
+import math
+
+from . import cost
+from .figures import COLORS
+
+WIDTH = 360  # of every drawing, in the unit of its font sizes; a phone shows it about one to one
+YES_NO = ("no", "yes")
+GIB_STEPS = {"GB": 1e9, "MB": 1e6, "KB": 1e3}
+
+
+def size_text(n_bytes):
+    """Return bytes as text in powers of 10 with two or three significant digits."""
+    unit = next((unit for unit, step in GIB_STEPS.items() if n_bytes >= step), "KB")
+    value = n_bytes / GIB_STEPS[unit]
+    return f"{value:,.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
+
+
+def _svg(height, parts, sentence):
+    look = "width:100%;max-width:540px;height:auto;fill:currentColor;font-size:11px;font-family:inherit"
+    head = f'<svg role="img" aria-label="{html.escape(sentence)}" viewBox="0 0 {WIDTH} {height}" style="{look}">'
+    return "\n".join([head, *parts, "</svg>"]), sentence
+
+
+def _n(value):
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def _text(x, y, text, anchor="start", bold=False, size=None, turn=False):
+    more = (' font-weight="bold"' if bold else "") + (f' font-size="{size}"' if size else "")
+    more += f' transform="rotate(-90 {_n(x)} {_n(y)})"' if turn else ""
+    more += f' text-anchor="{anchor}"' if anchor != "start" else ""
+    return f'<text x="{_n(x)}" y="{_n(y)}"{more}>{html.escape(str(text))}</text>'
+
+
+def _box(x, y, width, height, role=None, fill=0.0, edge=0.8, dashed=False, cut=False):
+    """Draw a rectangle with an outline of the page's ink; cut adds strokes that tell it apart without colour."""
+    color = COLORS[role] if role else "currentColor"
+    dash = ' stroke-dasharray="3 2"' if dashed else ""
+    box = (
+        f'<rect x="{_n(x)}" y="{_n(y)}" width="{_n(width)}" height="{_n(height)}" fill="{color}" '
+        f'fill-opacity="{fill:g}" stroke="currentColor" stroke-width="{edge:g}" stroke-opacity="0.7"{dash}/>'
+    )
+    if not cut:
+        return box
+    strokes = "".join(
+        f"M{_n(x + width * a)} {_n(y + height)}L{_n(x + width)} {_n(y + height * a)}"
+        f"M{_n(x)} {_n(y + height * (1 - a))}L{_n(x + width * (1 - a))} {_n(y)}"
+        for a in (0, 0.5)
+    )
+    return box + f'\n<path d="{strokes}" stroke="{color}" stroke-width="1.2" fill="none"/>'
+
+
+def _line(x1, y1, x2, y2, color="currentColor", width=1, dash=None, opacity=1):
+    dash = f' stroke-dasharray="{dash}"' if dash else ""
+    opacity = f' stroke-opacity="{opacity:g}"' if opacity < 1 else ""
+    ends = f'x1="{_n(x1)}" y1="{_n(y1)}" x2="{_n(x2)}" y2="{_n(y2)}"'
+    return f'<line {ends} stroke="{color}" stroke-width="{width:g}"{dash}{opacity}/>'
+
+
+def _mark(x, y, role, size=4, hollow=False):
+    """Draw a role's marker: a disc for standard, a square for flash, a triangle on chip, a diamond in device memory."""
+    color, s = COLORS[role], size
+    fill = f'fill="{"none" if hollow else color}" stroke="{color}" stroke-width="1.5"'
+    if role == "standard":
+        return f'<circle cx="{_n(x)}" cy="{_n(y)}" r="{s}" {fill}/>'
+    corners = {
+        "flash": [(-s, -s), (s, -s), (s, s), (-s, s)],
+        "on_chip": [(0, -s), (s, s), (-s, s)],
+        "device_memory": [(0, -s), (s, 0), (0, s), (-s, 0)],
+    }[role]
+    return f'<polygon points="{" ".join(f"{_n(x + a)},{_n(y + b)}" for a, b in corners)}" {fill}/>'
+
+
+class _Plot:
+    """Axes in a rectangle: maps data to places, clips to the limits, and collects what is drawn in `parts`."""
+
+    def __init__(self, left, top, right, bottom, xlim, ylim, log_x=False, log_y=False):
+        self.left, self.top, self.right, self.bottom = left, top, right, bottom
+        self.log_x, self.log_y = log_x, log_y
+        self.xlim, self.ylim = self._scaled(xlim, log_x), self._scaled(ylim, log_y)
+        self.parts = [_line(left, bottom, right, bottom), _line(left, bottom, left, top)]
+
+    @staticmethod
+    def _scaled(values, log):
+        return [math.log10(value) for value in values] if log else list(values)
+
+    def x(self, value):
+        low, high = self.xlim
+        share = ((math.log10(value) if self.log_x else value) - low) / (high - low)
+        return self.left + (self.right - self.left) * min(max(share, 0), 1)
+
+    def y(self, value):
+        low, high = self.ylim
+        share = ((math.log10(value) if self.log_y else value) - low) / (high - low)
+        return self.bottom - (self.bottom - self.top) * min(max(share, 0), 1)
+
+    def ticks(self, x=None, y=None, xlabel="", ylabel=""):
+        """Draw ticks, {value: text} each, with faint lines across for y."""
+        for value, text in (x or {}).items():
+            self.parts += [_line(self.x(value), self.bottom, self.x(value), self.bottom + 3)]
+            self.parts += [_text(self.x(value), self.bottom + 13, text, "middle", size=10)]
+        for value, text in (y or {}).items():
+            self.parts += [_line(self.left, self.y(value), self.right, self.y(value), width=0.5, opacity=0.25)]
+            self.parts += [_text(self.left - 4, self.y(value) + 3.5, text, "end", size=10)]
+        if xlabel:
+            self.parts.append(_text((self.left + self.right) / 2, self.bottom + 26, xlabel, "middle"))
+        if ylabel:
+            self.parts.append(_text(11, (self.top + self.bottom) / 2, ylabel, "middle", turn=True))
+
+    def curve(self, xs, ys, color, width=1.8, dash=None):
+        points = " ".join(f"{_n(self.x(x))},{_n(self.y(y))}" for x, y in zip(xs, ys, strict=True))
+        dash = f' stroke-dasharray="{dash}"' if dash else ""
+        self.parts.append(f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="{width:g}"{dash}/>')
+
+
+# W1, chapter 1
+
+WALL_LENGTHS = (1024, 2048, 4096, 6144, 8192, 16384, 32768, 65536, 131072)
+ARTICLE_CASE = (6144, 40e9)  # claim C03: tokens, and bytes of attention's intermediates
+
+
+def wall_bytes(n, batch, heads, dtype_bytes):
+    """Return {(who, with backward): peak bytes} of one layer with heads of 64 channels, as chapter 1 counts."""
+    sizes = batch, heads, heads, n, n, 64, dtype_bytes
+    do_and_dv = 2 * batch * heads * n * 64 * dtype_bytes
+    return {
+        ("standard", False): cost.standard_peak_bytes(*sizes, matrices=2),
+        ("standard", True): cost.standard_peak_bytes(*sizes, matrices=4) + do_and_dv,
+        ("flash", False): cost.flash_peak_bytes(*sizes),
+        ("flash", True): cost.flash_peak_bytes(*sizes, backward=True),
+    }
+
+
+def longest_that_fits(who, backward, batch, heads, dtype_bytes, memory_bytes):
+    """Return the largest N, a multiple of 128, at which one layer fits into memory."""
+    low, high = 0, 2**17
+    while low + 1 < high:
+        middle = (low + high) // 2
+        fits = wall_bytes(128 * middle, batch, heads, dtype_bytes)[who, backward] <= memory_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return 128 * low
+
+
+def memory_wall(seqlen, batch, heads, dtype, gpu):
+    """Draw the peak memory of one layer against N, what a GPU holds, and the case of the article (W1)."""
+    dtype_bytes, limit = cost.DTYPE_BYTES[dtype], cost.GPUS[gpu].memory_bytes
+    plot = _Plot(46, 12, 342, 190, (1024, 131072), (1e7, 1e13), log_x=True, log_y=True)
+    names = {
+        10**p: text for p, text in zip(range(7, 14), ("10 MB", "", "1 GB", "", "100 GB", "", "10 TB"), strict=True)
+    }
+    plot.ticks({n: f"{n // 1024}k" for n in WALL_LENGTHS if n != 6144}, names, "sequence length N")
+    curves = {n: wall_bytes(n, batch, heads, dtype_bytes) for n in WALL_LENGTHS}
+    plot.parts += [_line(plot.x(seqlen), plot.top, plot.x(seqlen), plot.bottom, opacity=0.5, dash="2 2")]
+    plot.parts += [_line(plot.left, plot.y(limit), plot.right, plot.y(limit), width=1.5)]
+    plot.parts += [_text(plot.left + 4, plot.y(limit) - 4, f"{gpu}: out of memory above", bold=True, size=10)]
+    x, y = plot.x(ARTICLE_CASE[0]), plot.y(ARTICLE_CASE[1])
+    plot.parts.append(f'<path d="M{_n(x - 4)} {_n(y - 4)}l8 8m0 -8l-8 8" stroke="currentColor" stroke-width="2"/>')
+    plot.parts.append(_text(x - 7, y + 12, "C03", "end", size=10))
+    here = wall_bytes(seqlen, batch, heads, dtype_bytes)
+    says = {}
+    for row, ((who, backward), n_bytes) in enumerate(here.items()):
+        plot.curve(
+            WALL_LENGTHS,
+            [curves[n][who, backward] for n in WALL_LENGTHS],
+            COLORS[who],
+            dash="5 3" if backward else None,
+        )
+        plot.parts.append(_mark(plot.x(seqlen), plot.y(n_bytes), who, hollow=backward))
+        name = f"{who}, {'with backward' if backward else 'forward'}"
+        verdict = "fits" if n_bytes <= limit else "out of memory"
+        plot.parts += [_mark(14, 232 + 16 * row, who, hollow=backward), _text(26, 236 + 16 * row, name)]
+        plot.parts += [
+            _text(248, 236 + 16 * row, size_text(n_bytes), "end", bold=True),
+            _text(260, 236 + 16 * row, verdict),
+        ]
+        says[who, backward] = f"{size_text(n_bytes)} ({verdict})"
+    ends = [longest_that_fits(who, True, batch, heads, dtype_bytes, limit) for who in ("standard", "flash")]
+    sentence = (
+        f"One attention layer at N = {seqlen}, batch {batch}, {heads} heads of 64 channels, {dtype}, on {gpu}: "
+        f"standard attention holds {says['standard', False]} in the forward pass and "
+        f"{says['standard', True]} with the backward pass; flash holds {says['flash', False]} "
+        f"and {says['flash', True]}. With the backward pass the card is full "
+        f"at N = {ends[0]} for standard attention and at N = {ends[1]} for flash."
+    )
+    return _svg(290, plot.parts, sentence)
+
+
+# W2, chapter 2
+
+
+def online_softmax(rows, row, step):
+    """Draw the state of the online softmax after `step` blocks (W2).
+
+    rows: {name: dict(scores, block, final, m_i, l_i, alpha, partial)}; the last four have one number for each block.
+    """
+    trace = rows[row]
+    scores, block = trace["scores"], trace["block"]
+    n_keys, seen = len(scores), min(step * trace["block"], len(scores))
+    m_i, l_i, alpha, partial = (trace[name][:step] for name in ("m_i", "l_i", "alpha", "partial"))
+    edges = [0] + [min((i + 1) * block, n_keys) for i in range(step)]
+    low, high = math.floor(min(scores)), math.ceil(max(scores))
+    top = _Plot(34, 12, 352, 112, (0, n_keys), (low, high + 0.5))
+    middle = _Plot(34, 130, 352, 196, (0, n_keys), (0, 1.15 * max(trace["l_i"])))
+    spread = [*trace["partial"], trace["final"], 0]
+    bottom = _Plot(34, 214, 352, 290, (0, n_keys), (min(spread) - 0.1, max(spread) + 0.1))
+    top.ticks(y={low: f"−{-low}" if low < 0 else str(low), high: str(high)}, ylabel="score, m")
+    middle.ticks(y={0: "0", round(max(trace["l_i"])): str(round(max(trace["l_i"])))}, ylabel="ℓ")
+    marks = {round(value, 1): f"{value:.1f}".replace("-", "−") for value in (min(spread), max(spread))}
+    bottom.ticks({edge: str(edge) for edge in range(0, n_keys + 1, n_keys // 4)}, marks, "keys seen", "acc / ℓ")
+    parts = [_box(top.x(edges[-2]), 12, top.x(seen) - top.x(edges[-2]), 278, "on_chip", 0.15, edge=0)]
+    for j, score in enumerate(scores):
+        opacity = 0.8 if j < seen else 0.22
+        parts.append(f'<circle cx="{_n(top.x(j + 0.5))}" cy="{_n(top.y(score))}" r="1.6" fill-opacity="{opacity}"/>')
+    for plot, values in ((top, m_i), (middle, l_i)):
+        stairs = [(x, value) for i, value in enumerate(values) for x in edges[i : i + 2]]
+        plot.curve([x for x, _ in stairs], [value for _, value in stairs], COLORS["on_chip"], 2.4)
+    bottom.parts.append(_line(34, bottom.y(trace["final"]), 352, bottom.y(trace["final"]), dash="4 3"))
+    bottom.parts.append(_text(352, bottom.y(trace["final"]) - 4, "final output", "end", size=10))
+    bottom.curve(edges[1:], partial, COLORS["flash"])
+    bottom.parts += [
+        _mark(bottom.x(x), bottom.y(value), "flash", 3) for x, value in zip(edges[1:], partial, strict=True)
+    ]
+    rescaled = step > 1 and alpha[-1] < 1
+    middle.parts.append(
+        _text(38, 128, f"α = {alpha[-1]:.2f}" + (": the old ℓ and acc are cut" if rescaled else ""), bold=rescaled)
+    )
+    first = "The first block sets m" if step == 1 else f"m rises, so the old sums are multiplied by α = {alpha[-1]:.2f}"
+    what = first if step == 1 or rescaled else "m stays, so α = 1 and nothing is rescaled"
+    sentence = (
+        f"After block {step} of {len(trace['m_i'])} ({seen} of {n_keys} keys, {row}): {what}. "
+        f"m = {m_i[-1]:.2f}, ℓ = {l_i[-1]:.2f}, and the output so far is {partial[-1]:.2f}; "
+        f"the final one is {trace['final']:.2f}."
+    ).replace("-", "−")
+    return _svg(320, parts + top.parts + middle.parts + bottom.parts, sentence)
+
+
+# W3, chapter 3
+
+WALK_BLOCKS, WALK_BLOCK = 6, 64
+
+
+def tile_traffic(step, head_dim, causal):
+    """Draw which blocks are on chip at a step of the tiled loop, and the bytes that have moved (W3).
+
+    Tiles of 64 queries by 64 keys in 16 bits, one head. Standard attention is charged for the tiles that the loop has
+    passed: four trips for each, skipped or not, and Q, K, V and O once.
+    """
+    skips = causal == "yes"
+    tiles = [(i, j) for i in range(WALK_BLOCKS) for j in range(WALK_BLOCKS) if not skips or j <= i]
+    done = min(step, len(tiles))
+    row, column = tiles[done - 1]
+    finished = row + (column == (row if skips else WALK_BLOCKS - 1))  # blocks of queries that are written
+    block_bytes = WALK_BLOCK * head_dim * 2
+    flash = (row + 1 + 2 * done + finished) * block_bytes + finished * WALK_BLOCK * cost.FP32_BYTES
+    passed = finished * WALK_BLOCKS if finished > row else row * WALK_BLOCKS + column + 1
+    read_keys = WALK_BLOCKS if finished or row else column + 1
+    standard = (row + 1 + 2 * read_keys + finished) * block_bytes + passed * 4 * WALK_BLOCK**2 * 2
+    parts, cell, left, top = [], 30, 74, 66
+    for j in range(WALK_BLOCKS):
+        for name, y in (("k", 8), ("v", 34)):
+            here = j == column
+            parts += [_box(left + j * cell, y, cell, 24, "on_chip" if here else "device_memory", 0.6 if here else 0.2)]
+            parts += [_text(left + j * cell + cell / 2, y + 16, name, "middle", here)]
+    for i in range(WALK_BLOCKS):
+        y, here = top + i * cell, i == row and finished == row
+        parts += [_box(34, y, 30, cell, "on_chip" if here else "device_memory", 0.6 if here else 0.2)]
+        parts += [_text(49, y + 19, "q", "middle", here)]
+        state = ("on_chip", 0.6, "acc") if here else ("device_memory", 0.2, "out") if i < finished else (None, 0, "")
+        parts += [_box(left + WALK_BLOCKS * cell + 10, y, 30, cell, *state[:2])]
+        parts += [_text(left + WALK_BLOCKS * cell + 25, y + 19, state[2], "middle", here)]
+        for j in range(WALK_BLOCKS):
+            x = left + j * cell
+            if (i, j) not in tiles:
+                parts.append(_box(x, y, cell, cell, dashed=True))
+            elif (i, j) == (row, column):
+                parts += [_box(x, y, cell, cell, "on_chip", 0.6), _text(x + 15, y + 19, "s", "middle", True)]
+            else:
+                cut = skips and i == j
+                parts.append(
+                    _box(x, y, cell, cell, "flash" if cut else None, 0.14 if tiles.index((i, j)) < done else 0, cut=cut)
+                )
+    parts += [_box(302, top, 12, 12, "on_chip", 0.6), _text(318, top + 10, "on chip", size=10)]
+    parts += [_box(302, top + 20, 12, 12, "device_memory", 0.2), _text(318, top + 30, "device", size=10)]
+    parts += [_text(318, top + 41, "memory", size=10)]
+    if skips:
+        parts += [_box(302, top + 52, 12, 12, "flash", 0, cut=True), _text(318, top + 62, "masked", size=10)]
+        parts += [_box(302, top + 72, 12, 12, dashed=True), _text(318, top + 82, "skipped", size=10)]
+    for k, (name, n_bytes) in enumerate((("standard", standard), ("flash", flash))):
+        y = 262 + 24 * k
+        parts += [_text(34, y + 13, f"{name}: {size_text(n_bytes)} moved", bold=True)]
+        parts += [_box(208, y, 145 * n_bytes / 1.7e6, 16, name, 0.7 if k else 0.35)]
+    skipped = f", {WALK_BLOCKS**2 - len(tiles)} of {WALK_BLOCKS**2} tiles are skipped" if skips else ""
+    sentence = (
+        f"Tile {done} of {len(tiles)}{skipped}: query block {row + 1} meets key block {column + 1}. "
+        "On chip are one block each of q, k and v, one tile of scores and the accumulator. "
+        f"So far {size_text(flash)} have moved; standard attention would have moved "
+        f"{size_text(standard)} for the same rows, {standard / flash:.1f} times as much."
+    )
+    return _svg(314, parts, sentence)
+
+
+# W4, chapter 3
+
+BLOCK_GPUS = {
+    "A100 (sm_80)": "sm_80",
+    "RTX 4090 (sm_89)": "sm_89",
+    "H100, H200 (sm_90)": "sm_90",
+    "RTX 5090 (sm_120)": "sm_120",
+}
+BLOCK_SIZES = ("32 × 32", "64 × 32", "64 × 64", "128 × 64", "128 × 128")
+
+
+def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
+    """Draw shared memory and registers as the compiler allocates them, against what one block of threads may use (W4).
+
+    rows: what ``load_targets("blocks")`` returns. limits: {target: bytes of shared memory that one block may use}.
+    """
+    target = BLOCK_GPUS[gpu]
+    block_m, block_n = (int(size) for size in blocks.split(" × "))
+    wanted = dict(
+        target=target, head_dim=head_dim, block_m=block_m, block_n=block_n, num_warps=warps, num_stages=stages
+    )
+    (row,) = (row for row in rows if all(row[name] == value for name, value in wanted.items()))
+    shared, limit, spilled = row["shared_bytes"], limits[target], row["spill_stores_bytes"]
+    article = 2 * (2 * head_dim * (block_m + block_n) + block_m * block_n)
+    tiles = cost.on_chip_tile_bytes(block_m, block_n, head_dim, 2, stages=stages)
+    registers = row["registers"] * 32 * warps * 4
+    scale = 330 / (400 * 1024)
+    bars = [
+        ("shared memory, as compiled", shared, "on_chip", 0.6, limit),
+        ("q and the stages of k and v, by formula", tiles, "on_chip", 0.2, limit),
+        ("the article's estimate (C15): q, k, v, s, out", article, "standard", 0.3, limit),
+        (f"registers: {row['registers']} for each of {32 * warps} threads", registers, "flash", 0.5, 256 * 1024),
+    ]
+    parts = []
+    for i, (name, n_bytes, role, fill, most) in enumerate(bars):
+        y = 14 + 44 * i
+        parts += [
+            _text(10, y, f"{name}: {n_bytes / 1024:.0f} KB"),
+            _box(10, y + 5, min(n_bytes * scale, 340), 16, role, fill),
+        ]
+        parts += [_line(10 + most * scale, y + 4, 10 + most * scale, y + 24, width=2)]
+        if i in (0, 3):
+            parts += [_text(14 + most * scale, y + 17, f"{most // 1024} KB at most", size=10)]
+    if shared > limit:
+        verdict = f"does not launch: {shared / 1024:.0f} KB of shared memory, and a block may use {limit // 1024}"
+    elif spilled:
+        verdict = f"launches, and spills {spilled} bytes of each thread's registers"
+    else:
+        verdict = "fits: it launches and spills nothing"
+    parts.append(_text(10, 200, verdict, bold=True))
+    sentence = (
+        f"Forward kernel, fp16, causal, on {gpu}, head_dim {head_dim}, blocks of {blocks}, {warps} warps, "
+        f"{stages} stages. This {verdict}. The compiler takes {shared / 1024:.0f} KB of shared memory and "
+        f"{row['registers']} registers a thread; the formula says {tiles / 1024:.0f} KB, "
+        f"the article's five tiles {article / 1024:.0f} KB."
+    )
+    return _svg(212, parts, sentence)
+
+
+# W5, chapter 7
+
+
+def errors(measured, dtype, seqlen, scale):
+    """Draw the error of each implementation against fp64 (W5).
+
+    measured: {(dtype, seqlen, scale): {name: (role, relative error)}}; the error is NaN where the result is not finite.
+    """
+    by_name = measured[dtype, seqlen, scale]
+    plot = _Plot(140, 10, 345, 26 * len(by_name) + 16, (1e-8, 10), (0, 1), log_x=True)
+    plot.ticks(
+        {10.0**p: f"10{str(p).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}" for p in range(-8, 1, 2)},
+        xlabel="largest error / largest output",
+    )
+    says = []
+    for i, (name, (role, error)) in enumerate(by_name.items()):
+        y = 26 * i + 24
+        plot.parts += [_text(134, y + 4, name, "end"), _line(140, y, 345, y, width=0.5, opacity=0.25)]
+        if math.isfinite(error):
+            plot.parts += [_mark(plot.x(max(error, 1e-8)), y, role)]
+            plot.parts += [
+                _text(
+                    plot.x(max(error, 1e-8)) + (-8 if error > 1e-3 else 8),
+                    y - 3,
+                    f"{error:.1e}",
+                    "end" if error > 1e-3 else "start",
+                    size=10,
+                )
+            ]
+            says.append(f"{name} {error:.1e}")
+        else:
+            plot.parts.append(_text(340, y + 4, "NaN or infinite", "end", bold=True))
+            says.append(f"{name} not finite")
+    sentence = f"Error against fp64, {dtype} inputs, N = {seqlen}, inputs of size {scale}: {'; '.join(says)}."
+    return _svg(26 * len(by_name) + 50, plot.parts, sentence)
+
+
+# W6 and W8, chapter 9
+
+IMPLEMENTATIONS = {  # name in the recorded rows: (name in figures, role)
+    "eager": ("standard (eager PyTorch)", "standard"),
+    "sdpa_efficient": ("SDPA, memory-efficient", "device_memory"),
+    "sdpa_flash": ("SDPA, FlashAttention-2", "device_memory"),
+    "flex": ("FlexAttention", "device_memory"),
+    "sdpa_cudnn": ("SDPA, cuDNN", "device_memory"),
+    "flashattn": ("this package", "flash"),
+}
+
+
+def rates(rows, direction, head_dim, causal, seqlen):
+    """Return {impl: (ms, TFLOP/s)} of the recorded core rows of one setting, the slowest first, and their shape."""
+    wanted = dict(
+        direction=direction, head_dim=head_dim, causal=causal == "yes", seqlen_q=seqlen, metric="time", suite="core"
+    )
+    found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+    matmuls = cost.FORWARD_MATMULS if direction == "forward" else cost.BACKWARD_MATMULS
+    shape = found[0]["batch"], found[0]["heads"]
+    flops = cost.attention_flops(*shape, seqlen, seqlen, head_dim, matmuls=matmuls, causal=causal == "yes")
+    by_impl = {row["impl"]: (row["p50"], flops / row["p50"] / 1e9) for row in found if row["impl"] in IMPLEMENTATIONS}
+    return dict(sorted(by_impl.items(), key=lambda item: item[1][1])), shape
+
+
+def roofline(rows, gpu, direction, head_dim, seqlen):
+    """Draw measured rates under the roof that a GPU's datasheet allows, at the bytes that must move (W6).
+
+    rows: what ``load_rows`` returns. Standard attention moves its N x N matrices 4 times in the forward pass and 7
+    times in the backward pass; the others need move only their inputs and results.
+    """
+    by_impl, (batch, heads) = rates(rows, direction, head_dim, "no", seqlen)
+    backward = direction == "backward"
+    matmuls = cost.BACKWARD_MATMULS if backward else cost.FORWARD_MATMULS
+    flops = cost.attention_flops(batch, heads, seqlen, seqlen, head_dim, matmuls=matmuls)
+    least = cost.qkvo_bytes(batch, heads, heads, seqlen, seqlen, head_dim, 2) * (2 if backward else 1)
+    matrices = (7 if backward else 4) * cost.score_count(batch, heads, seqlen, seqlen) * 2
+    intensity = {"standard": flops / (least + matrices), "flash": flops / least}
+    peak, bandwidth = cost.GPUS[gpu].matmul_flops_per_s / 1e12, cost.GPUS[gpu].bandwidth_bytes_per_s / 1e12
+    plot = _Plot(40, 12, 352, 200, (8, 16384), (10, 2000), log_x=True, log_y=True)
+    plot.ticks(
+        {8 * 8**i: str(8 * 8**i) for i in range(4)}, {10: "10", 100: "100", 1000: "1000"}, "FLOP per byte", "TFLOP/s"
+    )
+    plot.curve([8, peak / bandwidth, 16384], [8 * bandwidth, peak, peak], "currentColor", 1.5)
+    plot.parts.append(_text(352, plot.y(peak) - 5, f"{gpu}: {peak:.0f} TFLOP/s", "end", size=10))
+    says = []
+    for i, (impl, (_, rate)) in enumerate(reversed(by_impl.items())):
+        name, role = IMPLEMENTATIONS[impl]
+        at = intensity["standard" if role == "standard" else "flash"]
+        roof = min(peak, at * bandwidth)
+        plot.parts.append(_mark(plot.x(at), plot.y(rate), role, 4, hollow=role == "device_memory"))
+        plot.parts += [_mark(14, 242 + 15 * i, role, hollow=role == "device_memory"), _text(26, 246 + 15 * i, name)]
+        plot.parts.append(_text(352, 246 + 15 * i, f"{rate:.0f} TFLOP/s, {rate / roof:.0%} of its roof", "end"))
+        if role != "device_memory":
+            says.append(
+                f"{name} reaches {rate:.0f} TFLOP/s at {at:.0f} FLOP per byte, "
+                f"{rate / roof:.0%} of the {roof:.0f} that this allows"
+            )
+    for who in intensity:
+        x = plot.x(intensity[who])
+        plot.parts.append(
+            _line(x, plot.bottom, x, plot.y(min(peak, intensity[who] * bandwidth)), COLORS[who], 1, "3 2")
+        )
+    sentence = (
+        f"{direction.capitalize()} pass, head_dim {head_dim}, N = {seqlen}, full attention, bf16: {'; '.join(says)}."
+    )
+    return _svg(250 + 15 * len(by_impl), plot.parts, sentence)
+
+
+def benchmark(rows, direction, head_dim, causal, seqlen):
+    """Draw the recorded rate and time of every implementation as bars (W8). rows: what ``load_rows`` returns."""
+    by_impl, (batch, heads) = rates(rows, direction, head_dim, causal, seqlen)
+    parts, says = [], []
+    for i, (impl, (ms, rate)) in enumerate(reversed(by_impl.items())):
+        name, role = IMPLEMENTATIONS[impl]
+        y = 14 + 38 * i
+        parts += [
+            _text(8, y, name, bold=impl == "flashattn"),
+            _text(352, y, f"{rate:.0f} TFLOP/s in {ms:.3g} ms", "end"),
+        ]
+        parts.append(_box(8, y + 5, 344 * rate / 700, 14, role, {"flash": 0.75, "standard": 0.4}.get(role, 0.2)))
+        says.append(f"{name} {rate:.0f}")
+    ours, best = by_impl["flashattn"][1], max(rate for _, rate in by_impl.values())
+    sentence = (
+        f"{direction.capitalize()} pass, {'causal' if causal == 'yes' else 'full'}, head_dim {head_dim}, "
+        f"N = {seqlen}, batch {batch}, {heads} heads, bf16, in TFLOP/s: {'; '.join(says)}. "
+        f"This package reaches {ours / best:.0%} of the fastest."
+    )
+    return _svg(14 + 38 * len(by_impl), parts, sentence)
+
+
+# W7, chapter 6
+
+LOOPS = ("dK and dV: a program per key block", "dQ: a program per query block", "One nest, dQ by atomic adds")
+LOOP_BLOCKS = 5
+
+
+def backward_loops(loop, step, causal):
+    """Draw what the programs of the backward kernels read, hold and write at a step, all programs side by side (W7)."""
+    cell, left, top, n = 32, 66, 42, LOOP_BLOCKS
+    kind, skips = LOOPS.index(loop), causal == "yes"
+    # Program p meets these blocks in turn, and writes its own block of a gradient after the last of them.
+    along = {p: [b for b in range(n) if not skips or (b <= p if kind == 1 else b >= p)] for p in range(n)}
+    visits = {p: blocks[step - 1] if step <= len(blocks) else None for p, blocks in along.items()}
+    active = {(p, b) if kind == 1 else (b, p) for p, b in visits.items() if b is not None}
+    written = sum(block is None for block in visits.values())
+    adds = {m: sum(row == m for row, _ in active) for m in range(n)} if kind == 2 else {}
+    parts = [
+        _text(left + n * cell / 2, 14, "key blocks", "middle"),
+        _text(20, top + n * cell / 2, "query blocks", "middle", turn=True),
+    ]
+    for m in range(n):
+        for k in range(n):
+            x, y = left + k * cell, top + m * cell
+            if skips and k > m:
+                parts.append(_box(x, y, cell, cell, dashed=True))
+                continue
+            now = (m, k) in active
+            parts.append(_box(x, y, cell, cell, "on_chip" if now else None, 0.6 if now else 0))
+            if now:
+                parts.append(_text(x + cell / 2, y + 20, f"P{(m if kind == 1 else k) + 1}", "middle", True))
+    for b in range(n):
+        if kind != 1:
+            hold = visits[b] is not None
+            role, fill = ("on_chip", 0.6) if hold else ("device_memory", 0.45)
+            x = left + b * cell
+            parts += [
+                _box(x + 2, top + n * cell + 10, cell - 4, 30, role, fill),
+                _text(x + cell / 2, top + n * cell + 23, "dK", "middle", size=10),
+            ]
+            parts.append(_text(x + cell / 2, top + n * cell + 35, "dV", "middle", size=10))
+        if kind != 0:
+            y, x = top + b * cell, left + n * cell + 10
+            if kind == 1:
+                role, fill, text = ("on_chip", 0.6, "dQ") if visits[b] is not None else ("device_memory", 0.45, "dQ")
+                parts.append(_box(x, y + 2, 34, cell - 4, role, fill))
+            else:
+                text = f"dQ +{adds[b]}" if adds[b] else "dQ"
+                parts.append(_box(x, y + 2, 46, cell - 4, "standard", min(0.2 * adds[b], 0.8), cut=adds[b] > 1))
+            parts.append(_text(x + (17 if kind == 1 else 23), y + 20, text, "middle", bold=bool(adds.get(b))))
+    keys = [("on_chip", 0.6, "held on chip"), ("device_memory", 0.45, "written")]
+    for i, (role, fill, text) in enumerate(keys + ([("standard", 0.4, "atomic adds")] if kind == 2 else [])):
+        parts += [
+            _box(288, top + 60 + 20 * i, 12, 12, role, fill, cut=role == "standard"),
+            _text(304, top + 70 + 20 * i, text, size=9),
+        ]
+    parts.append(_text(left, 34, f"step {step}" + ("" if active else ": done"), bold=True))
+    most = max(adds.values(), default=0)
+    mine = "dQ" if kind == 1 else "dK and dV"
+    if kind == 2 and active:
+        most = max(adds.values())
+        what = f"{len(active)} atomic adds to dQ, up to {most} to one block, in an order that nobody fixes"
+    elif kind == 2:
+        what = f"dQ was added to {sum(map(len, along.values()))} times, where one writer would have written {n} blocks"
+    else:
+        what = f"each adds to its own block of {mine} on chip" if active else "all have finished"
+    sentence = (
+        f"{loop}, step {step}, {'causal' if skips else 'full'}: {len(active)} of {n} programs work on a tile; {what}. "
+        f"{written} of {n} blocks of {mine} are written, each once, by one program."
+    )
+    return _svg(top + n * cell + 48, parts, sentence)
+
+
+# W9, chapter 8
+
+MASKS = {"none": (None, None), "causal": (None, 0), "window 6, 6": (6, 6), "causal, window 6": (6, 0)}
+MASK_KEYS = 24
+
+
+def masks(key_range, mask, queries, block, heads_kv):
+    """Draw which scores a mask leaves, and which tiles are full, cut and skipped (W9).
+
+    key_range: the half-open range of keys that a range of queries sees, as ``flashattn.tiled.key_range`` returns it.
+    """
+    window = MASKS[mask]
+    shift, cell = MASK_KEYS - queries, 9
+
+    def keys_of(first, last):
+        return key_range(first, last, MASK_KEYS, shift, window=window)
+
+    rows = [keys_of(i, i + 1) for i in range(queries)]
+    counts = dict.fromkeys(("full", "cut", "skipped"), 0)
+    parts, left, top = [], 40, 30
+    for start_m in range(0, queries, block):
+        inside = rows[start_m : start_m + block]
+        for start_n in range(0, MASK_KEYS, block):
+            end_n = min(start_n + block, MASK_KEYS)
+            seen = sum(max(0, min(hi, end_n) - max(lo, start_n)) for lo, hi in inside)
+            whole = len(inside) == block and end_n - start_n == block and seen == block * block
+            kind = "full" if whole else "cut" if seen else "skipped"
+            counts[kind] += 1
+            x, y = left + start_n * cell, top + start_m * cell
+            look = {"full": ("flash", 0.3), "cut": ("standard", 0.22), "skipped": (None, 0)}[kind]
+            size = (end_n - start_n) * cell, len(inside) * cell
+            parts.append(_box(x, y, *size, *look, edge=1.2, dashed=kind == "skipped"))
+    for i, (lo, hi) in enumerate(rows):
+        if hi > lo:
+            x, y = left + lo * cell, top + i * cell
+            parts.append(
+                f'<rect x="{_n(x + 1)}" y="{_n(y + 3)}" width="{_n((hi - lo) * cell - 2)}" height="3" '
+                'fill-opacity="0.75"/>'
+            )
+    visible = sum(max(0, hi - lo) for lo, hi in rows)
+    parts += [_text(left + MASK_KEYS * cell / 2, 20, f"{MASK_KEYS} keys", "middle")]
+    parts += [_text(24, top + queries * cell / 2, f"{queries} queries", "middle", turn=True)]
+    for i, (kind, look) in enumerate({"full": ("flash", 0.3), "cut": ("standard", 0.22), "skipped": (None, 0)}.items()):
+        parts += [_box(270, top + 20 * i, 13, 13, *look, edge=1.2, dashed=kind == "skipped")]
+        parts += [_text(288, top + 11 + 20 * i, f"{counts[kind]} {kind}")]
+    parts += [
+        f'<rect x="270" y="{top + 65}" width="13" height="3" fill-opacity="0.75"/>',
+        _text(288, top + 71, "visible"),
+    ]
+    colors = list(COLORS)
+    parts.append(_text(270, top + 104, "query heads", size=10))
+    parts.append(_text(270, top + 168, "key heads", size=10))
+    for head in range(4):
+        group = head * heads_kv // 4
+        x, x_kv = 270 + 21 * head, 270 + 84 * (group + 0.5) / heads_kv - 9
+        parts += [_box(x, top + 110, 18, 14, colors[group], 0.5), _text(x + 9, top + 121, head + 1, "middle", size=10)]
+        parts += [_line(x + 9, top + 124, x_kv + 9, top + 140), _box(x_kv, top + 140, 18, 14, colors[group], 0.5)]
+    tiles = sum(counts.values())
+    share = "one key head for each query head" if heads_kv == 4 else f"{4 // heads_kv} query heads share a key head"
+    empty = sum(hi <= lo for lo, hi in rows)
+    sentence = (
+        f"Mask {mask}, {queries} queries, {MASK_KEYS} keys, tiles of {block}: {visible} of {queries * MASK_KEYS} "
+        f"scores are visible in each head. Of {tiles} tiles {counts['full']} are full, {counts['cut']} are cut and "
+        f"need the mask, {counts['skipped']} are skipped{f'; {empty} queries see no key' if empty else ''}. "
+        f"Every head has this mask; {share}, so K and V take {heads_kv / 4:.0%} of the memory of 4 heads."
+    )
+    return _svg(top + 24 * 9 + 40, parts, sentence)
