@@ -844,32 +844,33 @@ def padding_bill(bills):
 
 
 @picture
-def packed_programs(lengths, block, unused):
-    """Draw which rows of a pack each program owns, one line a sequence, as ``locate_block`` in primitives.py decides.
+def packed_programs(lengths, unused, programs, block):
+    """Draw which rows of a pack each program owns, one line a sequence.
 
-    unused: how many rows lie behind the last sequence.
+    lengths: rows of each sequence. unused: how many rows lie behind the last one. programs: for each program in order
+    the number of its sequence (that of the unused rows is one past the last) and its first row.
     """
     figure, axes = new_figure(figsize=(4.8, 2.6))
-    axes.set(xlim=(-1, sum(lengths) + unused + 1), ylim=(len(lengths) + 0.6, -0.6), xlabel="row of the pack")
-    colors, begin, program, parts, labels = [*COLORS.values()], 0, 0, [], []
+    total = sum(lengths) + unused
+    axes.set(xlim=(-1, total + 1), ylim=(len(lengths) + 0.6, -0.6), xlabel="row of the pack")
+    colors, begin, parts, labels = [*COLORS.values()], 0, [], []
     for i, length in enumerate([*lengths, unused]):
-        end, stop = begin + length, (begin + length) // block + i + 1
-        labels.append(f"sequence {i}" if i < len(lengths) else "unused rows")
-        look = dict(fc=colors[i % 4], alpha=0.5) if i < len(lengths) else dict(fc="none")
-        owned = [(k, begin + (k - program) * block) for k in range(program, stop)]
-        for k, start in owned:
+        end, is_unused = begin + length, i == len(lengths)
+        labels.append("unused rows" if is_unused else f"sequence {i}")
+        look = dict(fc="none") if is_unused else dict(fc=colors[i % 4], alpha=0.5)
+        owned = {number: start for number, (sequence, start) in enumerate(programs) if sequence == i}
+        for number, start in owned.items():
             if start < end:
                 place = (start, i - 0.36), min(block, end - start), 0.72
                 axes.add_patch(matplotlib.patches.Rectangle(*place, ec=INK, lw=0.9, **look))
-                axes.text((start + min(start + block, end)) / 2, i, k, ha="center", va="center", fontsize=9)
-        spare = [str(k) for k, start in owned if start >= end]
+                axes.text((start + min(start + block, end)) / 2, i, number, ha="center", va="center", fontsize=9)
+        spare = ", ".join(str(number) for number, start in owned.items() if start >= end)
         if spare:
-            side = dict(ha="left") if end < sum(lengths) / 2 else dict(ha="right")
-            x, y = (end + 1, i) if end < sum(lengths) / 2 else (begin - 3, i)
-            axes.text(x, y, f"{', '.join(spare)}: no rows", va="center", fontsize=9, **side)
-        numbers = ", ".join(str(k) for k, start in owned if start < end) or "none"
-        parts.append(f"{labels[-1]} ({length} rows): {numbers}" + (f", without rows {', '.join(spare)}" * bool(spare)))
-        begin, program = end, stop
+            x, side = (end + 1, "left") if end < total / 2 else (begin - 3, "right")
+            axes.text(x, i, f"{spare}: no rows", va="center", ha=side, fontsize=9)
+        working = ", ".join(str(number) for number, start in owned.items() if start < end) or "none"
+        parts.append(f"{labels[-1]} ({length} rows): {working}" + (f", without rows {spare}" if spare else ""))
+        begin = end
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xticks([0, *[sum(lengths[: i + 1]) for i in range(len(lengths)) if lengths[i] > block]])
     axes.grid(axis="y", visible=False)
