@@ -927,3 +927,126 @@ def shared_and_spills(stages, shared_bytes, limit, spills):
     lines = "; ".join(f"{label}: {', '.join(map(str, values))} bytes" for label, (_, values) in spills.items())
     alt = f"For {stages[0]} to {stages[-1]} stages, shared memory of {sizes} KiB, limit {limit_bytes / 1024:.0f} KiB"
     return figure, f"{alt}; spilled registers: {lines}."
+
+
+# Chapter 8
+
+
+@picture
+def alignments(panels):
+    """Draw which keys each query sees, one small grid a panel, two beside each other.
+
+    panels: {(title, second line): rows of booleans}; of two neighbours the left one has the colour of the standard.
+    """
+    heights = [len(rows) + 2.4 for rows in list(panels.values())[::2]]
+    figure = Figure(figsize=(4.8, 0.24 * sum(heights)))
+    axes_grid = figure.subplots(len(heights), 2, height_ratios=heights)
+    for k, (axes, (title, rows)) in enumerate(zip(axes_grid.flat, panels.items(), strict=True)):
+        seen = dict(facecolor=COLORS["flash" if k % 2 else "standard"], alpha=0.65)
+        for i, j in ((i, j) for i, row in enumerate(rows) for j in range(len(row))):
+            look = seen if rows[i][j] else dict(facecolor="none", alpha=0.35)
+            axes.add_patch(matplotlib.patches.Rectangle((j, i), 0.92, 0.92, edgecolor=INK, linewidth=0.6, **look))
+        axes.text(0, -1.1, title[0], fontsize=10, weight="bold")
+        axes.text(0, -0.25, title[1], fontsize=9)
+        axes.set(xlim=(-0.2, 8.2), ylim=(len(rows) + 0.2, -2.2), aspect="equal", anchor="NW")
+        axes.axis("off")
+    counted = [f"{', '.join(title)}: {', '.join(str(sum(row)) for row in rows)}" for title, rows in panels.items()]
+    return figure, "Keys that each query sees, from the first query to the last. " + "; ".join(counted) + "."
+
+
+@picture
+def visited_share(seqlens, shares, formulas):
+    """Plot the share of tiles that a kernel visits by sequence length, counted (marks) and by formula (lines).
+
+    shares: {label: (role, [share, …])} counted. formulas: {label: [share, …]} for some of the labels.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.3))
+    for label, (role, values) in shares.items():
+        style = role_style(role)
+        line = style.pop("linestyle")
+        axes.plot(seqlens, values, label=label, linestyle="none", **style)
+        if label in formulas:
+            axes.plot(seqlens, formulas[label], color=style["color"], linestyle=line)
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="share of tiles visited")
+    axes.set_xticks(seqlens, [str(n) for n in seqlens], rotation=45)
+    axes.set_yticks([1, 0.5, 0.2, 0.1, 0.05, 0.02], ["100 %", "50 %", "20 %", "10 %", "5 %", "2 %"])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    ends = "; ".join(f"{label}: {values[0]:.1%} to {values[-1]:.1%}" for label, (_, values) in shares.items())
+    return figure, f"Share of tiles visited from N={seqlens[0]} to N={seqlens[-1]}, marks on their lines. {ends}."
+
+
+@picture
+def shrink_by_length(seqlens, curves):
+    """Plot how much unmasked zero keys shrink an output, by the number of real keys.
+
+    curves: {label: (role, [measured share, …], [share by the formula, …])}.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.3))
+    for label, (role, measured, predicted) in curves.items():
+        style = role_style(role)
+        axes.plot(seqlens, predicted, color=style["color"], linestyle=style["linestyle"])
+        axes.plot(seqlens, measured, color=style["color"], marker=style["marker"], linestyle="none", label=label)
+    axes.set(xscale="log", yscale="log", xlabel="real keys", ylabel="output too small by")
+    axes.set_xticks(seqlens, [str(n) for n in seqlens], rotation=45)
+    axes.set_yticks([0.5, 0.1, 0.01, 0.001], ["50 %", "10 %", "1 %", "0.1 %"])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    ends = "; ".join(f"{label}: {measured[0]:.2g} to {measured[-1]:.2g}" for label, (_, measured, _) in curves.items())
+    return figure, f"Share by which the output shrinks, from {seqlens[0]} to {seqlens[-1]} keys. {ends}."
+
+
+@picture
+def padding_bill(bills):
+    """Draw what a ragged batch costs, as multiples of the packed one. bills: {way: {quantity: multiple}}."""
+    figure, axes = new_figure(figsize=(4.8, 2.9))
+    quantities = list(next(iter(bills.values())))
+    looks = [dict(color=COLORS["device_memory"]), dict(color=COLORS["standard"], hatch="///")]
+    height = 0.8 / len(quantities)
+    for k, (quantity, look) in enumerate(zip(quantities, looks, strict=True)):
+        values = [bill[quantity] for bill in bills.values()]
+        places = [i - 0.4 + (k + 0.5) * height for i in range(len(bills))]
+        bars = axes.barh(places, values, height=height, label=quantity, edgecolor=INK, linewidth=0.5, **look)
+        axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=9, padding=3)
+    axes.set_yticks(range(len(bills)), list(bills))
+    axes.set(xlabel="multiple of the packed batch", xlim=(0, 1.12 * max(max(x.values()) for x in bills.values())))
+    axes.invert_yaxis()
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+    listed = (f"{way}: " + ", ".join(f"{x:.3g} times the {name}" for name, x in bills[way].items()) for way in bills)
+    return figure, "What a batch of unequal lengths costs, packed = 1. " + "; ".join(listed) + "."
+
+
+@picture
+def packed_programs(lengths, unused, programs, block):
+    """Draw which rows of a pack each program owns, one line a sequence.
+
+    lengths: rows of each sequence. unused: how many rows lie behind the last one. programs: for each program in order
+    the number of its sequence (that of the unused rows is one past the last) and its first row.
+    """
+    figure, axes = new_figure(figsize=(4.8, 2.6))
+    total = sum(lengths) + unused
+    axes.set(xlim=(-1, total + 1), ylim=(len(lengths) + 0.6, -0.6), xlabel="row of the pack")
+    colors, begin, parts, labels = [*COLORS.values()], 0, [], []
+    for i, length in enumerate([*lengths, unused]):
+        end, is_unused = begin + length, i == len(lengths)
+        labels.append("unused rows" if is_unused else f"sequence {i}")
+        look = dict(fc="none") if is_unused else dict(fc=colors[i % 4], alpha=0.5)
+        owned = {number: start for number, (sequence, start) in enumerate(programs) if sequence == i}
+        for number, start in owned.items():
+            if start < end:
+                place = (start, i - 0.36), min(block, end - start), 0.72
+                axes.add_patch(matplotlib.patches.Rectangle(*place, ec=INK, lw=0.9, **look))
+                axes.text((start + min(start + block, end)) / 2, i, number, ha="center", va="center", fontsize=9)
+        spare = ", ".join(str(number) for number, start in owned.items() if start >= end)
+        if spare:
+            x, side = (end + 1, "left") if end < total / 2 else (begin - 3, "right")
+            axes.text(x, i, f"{spare}: no rows", va="center", ha=side, fontsize=9)
+        working = ", ".join(str(number) for number, start in owned.items() if start < end) or "none"
+        parts.append(f"{labels[-1]} ({length} rows): {working}" + (f", without rows {spare}" if spare else ""))
+        begin = end
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xticks([0, *[sum(lengths[: i + 1]) for i in range(len(lengths)) if lengths[i] > block]])
+    axes.grid(axis="y", visible=False)
+    return figure, f"The programs of each packed sequence, blocks of {block}. " + "; ".join(parts) + "."

@@ -13,6 +13,7 @@ CHAPTERS = [
     "01_memory_wall", "02_online_softmax", "03_tiling", "04_first_kernel", "05_forward_kernel", "06_backward_pass",
     "07_numerics",
     "10_debugging",
+    "08_masks",
 ]  # fmt: skip
 
 
