@@ -752,3 +752,106 @@ def backward_mask_tiles(panels):
             axes.text(len(kinds[0]) + 1.5, i * 1.3 + 1.2, kind, va="center", fontsize=9)
     counted = {title: sum(row.count("masked") for row in kinds) for title, kinds in panels.items()}
     return figure, "Grids of score tiles. " + "; ".join(f"{title}: {n} masked" for title, n in counted.items()) + "."
+
+
+# Chapter 9
+
+
+@picture
+def block_map(panels, limit_bytes):
+    """Draw which blocks a kernel can take: they fit, they spill registers, or their shared memory is too much.
+
+    panels: {title: {block: [(stages, shared bytes, spilled bytes of a thread), …]}}. limit_bytes: of shared memory.
+    """
+    figure, axes_list = new_figure(rows=len(panels), figsize=(4.8, 2.9 * len(panels)))
+    looks = {
+        "fits": dict(facecolor=COLORS["flash"], alpha=0.35),
+        "spills": dict(facecolor="none", edgecolor=COLORS["standard"], hatch="///", alpha=0.6),
+        "does not launch": dict(facecolor="none", edgecolor=INK, linestyle=":"),
+    }
+    counts = {}
+    for axes, (title, blocks) in zip(axes_list, panels.items(), strict=True):
+        for row, settings in enumerate(blocks.values()):
+            for stages, shared, spilled in settings:
+                kind = "does not launch" if shared > limit_bytes else "spills" if spilled else "fits"
+                counts[title, kind] = counts.get((title, kind), 0) + 1
+                axes.add_patch(matplotlib.patches.Rectangle((stages - 0.46, row - 0.44), 0.92, 0.88, **looks[kind]))
+                text = f"{shared / 1024:.0f} KiB" + (f"\n{spilled} B" if kind == "spills" else "")
+                box = dict(boxstyle="square,pad=0.1", facecolor=COLORS["standard"], alpha=0) if spilled else None
+                axes.text(stages, row, text, ha="center", va="center", fontsize=8, bbox=box, linespacing=1.1)
+        axes.set(xlim=(0.5, 4.5), ylim=(len(blocks) - 0.5, -0.5), ylabel="queries × keys")
+        axes.set_xticks([1, 2, 3, 4])
+        axes.set_yticks(range(len(blocks)), list(blocks))
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.grid(visible=False)
+    axes_list[-1].set_xlabel("pipeline stages")
+    handles = [matplotlib.patches.Patch(label=kind, **look) for kind, look in looks.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9)
+    parts = [f"{title}: " + ", ".join(f"{counts.get((title, kind), 0)} {kind}" for kind in looks) for title in panels]
+    return figure, f"Blocks by stages, {limit_bytes // 1024} KiB of shared memory at most. {'; '.join(parts)}."
+
+
+@picture
+def tuning_road(steps, panels):
+    """Plot the time of kernels from step to step.
+
+    panels: {title: {label: (role, [ms or None where it was not measured, …])}}, one time for each of ``steps``.
+    """
+    figure, axes_list = new_figure(rows=len(panels), figsize=(4.8, 2.4 * len(panels) + 0.6))
+    parts = []
+    for axes, (title, tracks) in zip(axes_list, panels.items(), strict=True):
+        for label, (role, times) in tracks.items():
+            known = [i for i, ms in enumerate(times) if ms is not None]
+            axes.plot(known, [times[i] for i in known], label=label, **role_style(role))
+            spread = ", ".join(f"{times[i]:.3f} ms at {steps[i]}" for i in known)
+            parts.append(f"{title}, {label}: {spread}")
+        axes.set(ylim=(0, None), ylabel="ms")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.legend(fontsize=9, loc="lower left")
+        axes.set_xticks(range(len(steps)), [])
+    axes_list[-1].set_xticks(range(len(steps)), steps, rotation=40, ha="right", rotation_mode="anchor")
+    return figure, f"Time of kernels from step to step. {'; '.join(parts)}."
+
+
+@picture
+def host_and_gpu(seqlens, times):
+    """Plot the time of short calls, made one by one and replayed as a CUDA graph.
+
+    times: {label: (role, {"call by call": [ms, …], "CUDA graph": [ms, …]})}, one for each of ``seqlens``.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.2))
+    parts = []
+    for label, (role, by_way) in times.items():
+        for way, values in by_way.items():
+            line = "-" if way == "call by call" else ":"
+            axes.plot(seqlens, values, label=f"{label}, {way}", **role_style(role) | {"linestyle": line})
+            parts.append(f"{label}, {way}: {values[0]:.3f} ms at N={seqlens[0]}, {values[-1]:.3f} at N={seqlens[-1]}")
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="forward and backward (ms)")
+    axes.set_xticks(seqlens, [str(n) for n in seqlens])
+    axes.set_yticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    axes.minorticks_off()
+    axes.set_ylim(0.01, 1.5)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=9, loc="outside upper center", ncols=1)
+    return figure, "Time of short calls. " + "; ".join(parts) + "."
+
+
+@picture
+def shares_of(peer, shares, limit):
+    """Plot how fast one implementation is as a share of another, cell by cell.
+
+    shares: {cell: {pass: (role, share)}}, the same passes in each cell. limit: a line to reach.
+    """
+    figure, axes = new_figure(figsize=(4.8, 0.3 * len(shares) + 1.2))
+    passes = {name: role for name, (role, _) in next(iter(shares.values())).items()}
+    for name, role in passes.items():
+        values = [by_pass[name][1] for by_pass in shares.values()]
+        style = role_style(role) | {"linestyle": "none"}
+        axes.plot(values, range(len(shares)), label=name, markersize=7, **style)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.axvline(limit, color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(shares)), list(shares), fontsize=9)
+    axes.set(xlim=(0.6, 1.1), ylim=(len(shares) - 0.5, -0.5), xlabel=f"speed as a share of {peer}'s")
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=9, loc="outside upper center", ncols=2)
+    parts = [f"{cell}: " + ", ".join(f"{name} {share:.2f}" for name, (_, share) in by_pass.items())
+             for cell, by_pass in shares.items()]  # fmt: skip
+    return figure, f"Speed as a share of {peer}'s, with lines at 1 and {limit:g}. {'; '.join(parts)}."

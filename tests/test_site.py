@@ -9,7 +9,8 @@ import pytest
 
 HTML = Path(__file__).parents[1] / "_build" / "html"
 CHAPTERS = [
-    "01_memory_wall", "02_online_softmax", "03_tiling", "04_first_kernel", "05_forward_kernel", "06_backward_pass"
+    "01_memory_wall", "02_online_softmax", "03_tiling", "04_first_kernel", "05_forward_kernel", "06_backward_pass",
+    "09_fast",
 ]  # fmt: skip
 PAGES = [f"notebooks/{name}.html" for name in CHAPTERS] + [
     f"book/{name}.html" for name in ("intro", "notation", "glossary", "api", "references", "status", "contributing")
