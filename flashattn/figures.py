@@ -777,8 +777,7 @@ def block_map(panels, limit_bytes):
                 counts[title, kind] = counts.get((title, kind), 0) + 1
                 axes.add_patch(matplotlib.patches.Rectangle((stages - 0.46, row - 0.44), 0.92, 0.88, **looks[kind]))
                 text = f"{shared / 1024:.0f} KiB" + (f"\n{spilled} B" if kind == "spills" else "")
-                box = dict(boxstyle="square,pad=0.1", facecolor=COLORS["standard"], alpha=0) if spilled else None
-                axes.text(stages, row, text, ha="center", va="center", fontsize=8, bbox=box, linespacing=1.1)
+                axes.text(stages, row, text, ha="center", va="center", fontsize=8, linespacing=1.1)
         axes.set(xlim=(0.5, 4.5), ylim=(len(blocks) - 0.5, -0.5), ylabel="queries × keys")
         axes.set_xticks([1, 2, 3, 4])
         axes.set_yticks(range(len(blocks)), list(blocks))
