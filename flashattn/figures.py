@@ -859,76 +859,6 @@ def budget_by_length(seqlens, families, tolerance):
     return figure, "Errors against the number of keys. " + ". ".join(parts) + "."
 
 
-# Chapter 10
-
-
-@picture
-def error_maps(maps):
-    """Draw where results are wrong, rows of queries by columns. maps: {title: rows of 0 right, 1 off, 2 NaN}."""
-    lines = -(-len(maps) // 3)
-    figure, grid = new_figure(rows=lines, columns=3, figsize=(5.4, 2.7 * lines + 0.4))
-    looks = {
-        1: dict(fc=COLORS["standard"], alpha=0.75),
-        2: dict(fc=COLORS["device_memory"], hatch="xxx", alpha=0.75),
-    }
-    for axes, (title, rows) in zip(grid.flat, maps.items(), strict=True):
-        for m, row in enumerate(rows):
-            start = 0
-            for kind, run in itertools.groupby(row):
-                stop = start + len(list(run))
-                if kind:
-                    box = (start, m), stop - start, 1
-                    axes.add_patch(matplotlib.patches.Rectangle(*box, ec="none", lw=0, **looks[kind]))
-                start = stop
-        axes.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), xticks=[0, 16], yticks=[0, 32], title=title)
-        axes.title.set_size(10)
-        axes.spines[["top", "right"]].set_visible(True)
-        axes.grid(visible=False)
-    for axes in grid.flat[-3:]:
-        axes.set_xlabel("column", fontsize=9)
-    for axes in grid.flat[::3]:
-        axes.set_ylabel("row", fontsize=9)
-    handles = [matplotlib.patches.Patch(label=label, **looks[kind]) for kind, label in ((1, "off"), (2, "NaN"))]
-    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9)
-    counted = []
-    for title, rows in maps.items():
-        kinds = [kind for row in rows for kind in row]
-        counted.append(f"{title}: {kinds.count(1)} off, {kinds.count(2)} NaN of {len(kinds)}")
-    return figure, "Maps of the wrong elements of a result. " + "; ".join(counted) + "."
-
-
-@picture
-def shared_and_spills(stages, shared_bytes, limit, spills):
-    """Plot what a block takes against stages: above shared memory and its limit, below spills of registers.
-
-    stages: numbers of stages. shared_bytes: of a block. limit: (label, bytes).
-    spills: {label: (role, [bytes of a thread, …])}.
-    """
-    figure, (above, below) = new_figure(rows=2, figsize=(4.8, 4.4))
-    name, limit_bytes = limit
-    for x, size in zip(stages, shared_bytes, strict=True):
-        fails = size > limit_bytes
-        color = COLORS["standard" if fails else "on_chip"]
-        above.bar(x, size / 1024, width=0.6, edgecolor=INK, linewidth=0.5, alpha=0.7, color=color)
-        above.text(x, 8, f"{size / 1024:.0f}", ha="center", va="bottom", fontsize=9)
-        if fails:
-            above.text(x, size / 1024 + 8, "launch fails", ha="center", va="bottom", fontsize=9)
-    above.axhline(limit_bytes / 1024, color=INK, linewidth=1, linestyle=":")
-    above.text(stages[0] - 0.45, limit_bytes / 1024 + 6, f"{name}: {limit_bytes / 1024:.0f} KiB", fontsize=9)
-    above.set(ylabel="shared memory\n(KiB a block)", xticks=stages, ylim=(0, max(shared_bytes) / 1024 * 1.35))
-    for label, (role, values) in spills.items():
-        below.plot(stages, values, label=label, **role_style(role))
-    most = max(max(values) for _, values in spills.values())
-    below.set(
-        xlabel="stages", ylabel="spilled registers\n(bytes a thread)", xticks=stages, ylim=(-most * 0.08, most * 1.2)
-    )
-    below.legend(fontsize=9, loc="center right")
-    sizes = ", ".join(f"{size / 1024:.0f}" for size in shared_bytes)
-    lines = "; ".join(f"{label}: {', '.join(map(str, values))} bytes" for label, (_, values) in spills.items())
-    alt = f"For {stages[0]} to {stages[-1]} stages, shared memory of {sizes} KiB, limit {limit_bytes / 1024:.0f} KiB"
-    return figure, f"{alt}; spilled registers: {lines}."
-
-
 # Chapter 8
 
 
@@ -1050,3 +980,175 @@ def packed_programs(lengths, unused, programs, block):
     axes.set_xticks([0, *[sum(lengths[: i + 1]) for i in range(len(lengths)) if lengths[i] > block]])
     axes.grid(axis="y", visible=False)
     return figure, f"The programs of each packed sequence, blocks of {block}. " + "; ".join(parts) + "."
+
+
+# Chapter 9
+
+
+@picture
+def block_map(panels, limit_bytes):
+    """Draw which blocks a kernel can take: they fit, they spill registers, or their shared memory is too much.
+
+    panels: {title: {block: [(stages, shared bytes, spilled bytes of a thread), …]}}. limit_bytes: of shared memory.
+    """
+    figure, axes_list = new_figure(rows=len(panels), figsize=(4.8, 2.9 * len(panels)))
+    looks = {
+        "fits": dict(facecolor=COLORS["flash"], alpha=0.35),
+        "spills": dict(facecolor="none", edgecolor=COLORS["standard"], hatch="///", alpha=0.6),
+        "does not launch": dict(facecolor="none", edgecolor=INK, linestyle=":"),
+    }
+    counts = {}
+    for axes, (title, blocks) in zip(axes_list, panels.items(), strict=True):
+        for row, settings in enumerate(blocks.values()):
+            for stages, shared, spilled in settings:
+                kind = "does not launch" if shared > limit_bytes else "spills" if spilled else "fits"
+                counts[title, kind] = counts.get((title, kind), 0) + 1
+                axes.add_patch(matplotlib.patches.Rectangle((stages - 0.46, row - 0.44), 0.92, 0.88, **looks[kind]))
+                text = f"{shared / 1024:.0f} KiB" + (f"\n{spilled} B" if kind == "spills" else "")
+                axes.text(stages, row, text, ha="center", va="center", fontsize=8, linespacing=1.1)
+        axes.set(xlim=(0.5, 4.5), ylim=(len(blocks) - 0.5, -0.5), ylabel="queries × keys")
+        axes.set_xticks([1, 2, 3, 4])
+        axes.set_yticks(range(len(blocks)), list(blocks))
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.grid(visible=False)
+    axes_list[-1].set_xlabel("pipeline stages")
+    handles = [matplotlib.patches.Patch(label=kind, **look) for kind, look in looks.items()]
+    figure.legend(handles=handles, loc="outside upper center", ncols=3, fontsize=9)
+    parts = [f"{title}: " + ", ".join(f"{counts.get((title, kind), 0)} {kind}" for kind in looks) for title in panels]
+    return figure, f"Blocks by stages, {limit_bytes // 1024} KiB of shared memory at most. {'; '.join(parts)}."
+
+
+@picture
+def tuning_road(steps, panels):
+    """Plot the time of kernels from step to step.
+
+    panels: {title: {label: (role, [ms or None where it was not measured, …])}}, one time for each of ``steps``.
+    """
+    figure, axes_list = new_figure(rows=len(panels), figsize=(4.8, 2.4 * len(panels) + 0.6))
+    parts = []
+    for axes, (title, tracks) in zip(axes_list, panels.items(), strict=True):
+        for label, (role, times) in tracks.items():
+            known = [i for i, ms in enumerate(times) if ms is not None]
+            axes.plot(known, [times[i] for i in known], label=label, **role_style(role))
+            spread = ", ".join(f"{times[i]:.3f} ms at {steps[i]}" for i in known)
+            parts.append(f"{title}, {label}: {spread}")
+        axes.set(ylim=(0, None), ylabel="ms")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.legend(fontsize=9, loc="lower left")
+        axes.set_xticks(range(len(steps)), [])
+    axes_list[-1].set_xticks(range(len(steps)), steps, rotation=40, ha="right", rotation_mode="anchor")
+    return figure, f"Time of kernels from step to step. {'; '.join(parts)}."
+
+
+@picture
+def host_and_gpu(seqlens, times):
+    """Plot the time of short calls, made one by one and replayed as a CUDA graph.
+
+    times: {label: (role, {"call by call": [ms, …], "CUDA graph": [ms, …]})}, one for each of ``seqlens``.
+    """
+    figure, axes = new_figure(figsize=(4.8, 3.2))
+    parts = []
+    for label, (role, by_way) in times.items():
+        for way, values in by_way.items():
+            line = "-" if way == "call by call" else ":"
+            axes.plot(seqlens, values, label=f"{label}, {way}", **role_style(role) | {"linestyle": line})
+            parts.append(f"{label}, {way}: {values[0]:.3f} ms at N={seqlens[0]}, {values[-1]:.3f} at N={seqlens[-1]}")
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="forward and backward (ms)")
+    axes.set_xticks(seqlens, [str(n) for n in seqlens])
+    axes.set_yticks([0.01, 0.1, 1], ["0.01", "0.1", "1"])
+    axes.minorticks_off()
+    axes.set_ylim(0.01, 1.5)
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=9, loc="outside upper center", ncols=1)
+    return figure, "Time of short calls. " + "; ".join(parts) + "."
+
+
+@picture
+def shares_of(peer, shares, limit):
+    """Plot how fast one implementation is as a share of another, cell by cell.
+
+    shares: {cell: {pass: (role, share)}}, the same passes in each cell. limit: a line to reach.
+    """
+    figure, axes = new_figure(figsize=(4.8, 0.3 * len(shares) + 1.2))
+    passes = {name: role for name, (role, _) in next(iter(shares.values())).items()}
+    for name, role in passes.items():
+        values = [by_pass[name][1] for by_pass in shares.values()]
+        style = role_style(role) | {"linestyle": "none"}
+        axes.plot(values, range(len(shares)), label=name, markersize=7, **style)
+    axes.axvline(1, color=INK, linewidth=1.2)
+    axes.axvline(limit, color=INK, linewidth=1, linestyle=":")
+    axes.set_yticks(range(len(shares)), list(shares), fontsize=9)
+    axes.set(xlim=(0.6, 1.1), ylim=(len(shares) - 0.5, -0.5), xlabel=f"speed as a share of {peer}'s")
+    figure.legend(*axes.get_legend_handles_labels(), fontsize=9, loc="outside upper center", ncols=2)
+    parts = [f"{cell}: " + ", ".join(f"{name} {share:.2f}" for name, (_, share) in by_pass.items())
+             for cell, by_pass in shares.items()]  # fmt: skip
+    return figure, f"Speed as a share of {peer}'s, with lines at 1 and {limit:g}. {'; '.join(parts)}."
+
+
+# Chapter 10
+
+
+@picture
+def error_maps(maps):
+    """Draw where results are wrong, rows of queries by columns. maps: {title: rows of 0 right, 1 off, 2 NaN}."""
+    lines = -(-len(maps) // 3)
+    figure, grid = new_figure(rows=lines, columns=3, figsize=(5.4, 2.7 * lines + 0.4))
+    looks = {
+        1: dict(fc=COLORS["standard"], alpha=0.75),
+        2: dict(fc=COLORS["device_memory"], hatch="xxx", alpha=0.75),
+    }
+    for axes, (title, rows) in zip(grid.flat, maps.items(), strict=True):
+        for m, row in enumerate(rows):
+            start = 0
+            for kind, run in itertools.groupby(row):
+                stop = start + len(list(run))
+                if kind:
+                    box = (start, m), stop - start, 1
+                    axes.add_patch(matplotlib.patches.Rectangle(*box, ec="none", lw=0, **looks[kind]))
+                start = stop
+        axes.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), xticks=[0, 16], yticks=[0, 32], title=title)
+        axes.title.set_size(10)
+        axes.spines[["top", "right"]].set_visible(True)
+        axes.grid(visible=False)
+    for axes in grid.flat[-3:]:
+        axes.set_xlabel("column", fontsize=9)
+    for axes in grid.flat[::3]:
+        axes.set_ylabel("row", fontsize=9)
+    handles = [matplotlib.patches.Patch(label=label, **looks[kind]) for kind, label in ((1, "off"), (2, "NaN"))]
+    figure.legend(handles=handles, loc="outside upper center", ncols=2, fontsize=9)
+    counted = []
+    for title, rows in maps.items():
+        kinds = [kind for row in rows for kind in row]
+        counted.append(f"{title}: {kinds.count(1)} off, {kinds.count(2)} NaN of {len(kinds)}")
+    return figure, "Maps of the wrong elements of a result. " + "; ".join(counted) + "."
+
+
+@picture
+def shared_and_spills(stages, shared_bytes, limit, spills):
+    """Plot what a block takes against stages: above shared memory and its limit, below spills of registers.
+
+    stages: numbers of stages. shared_bytes: of a block. limit: (label, bytes).
+    spills: {label: (role, [bytes of a thread, …])}.
+    """
+    figure, (above, below) = new_figure(rows=2, figsize=(4.8, 4.4))
+    name, limit_bytes = limit
+    for x, size in zip(stages, shared_bytes, strict=True):
+        fails = size > limit_bytes
+        color = COLORS["standard" if fails else "on_chip"]
+        above.bar(x, size / 1024, width=0.6, edgecolor=INK, linewidth=0.5, alpha=0.7, color=color)
+        above.text(x, 8, f"{size / 1024:.0f}", ha="center", va="bottom", fontsize=9)
+        if fails:
+            above.text(x, size / 1024 + 8, "launch fails", ha="center", va="bottom", fontsize=9)
+    above.axhline(limit_bytes / 1024, color=INK, linewidth=1, linestyle=":")
+    above.text(stages[0] - 0.45, limit_bytes / 1024 + 6, f"{name}: {limit_bytes / 1024:.0f} KiB", fontsize=9)
+    above.set(ylabel="shared memory\n(KiB a block)", xticks=stages, ylim=(0, max(shared_bytes) / 1024 * 1.35))
+    for label, (role, values) in spills.items():
+        below.plot(stages, values, label=label, **role_style(role))
+    most = max(max(values) for _, values in spills.values())
+    below.set(
+        xlabel="stages", ylabel="spilled registers\n(bytes a thread)", xticks=stages, ylim=(-most * 0.08, most * 1.2)
+    )
+    below.legend(fontsize=9, loc="center right")
+    sizes = ", ".join(f"{size / 1024:.0f}" for size in shared_bytes)
+    lines = "; ".join(f"{label}: {', '.join(map(str, values))} bytes" for label, (_, values) in spills.items())
+    alt = f"For {stages[0]} to {stages[-1]} stages, shared memory of {sizes} KiB, limit {limit_bytes / 1024:.0f} KiB"
+    return figure, f"{alt}; spilled registers: {lines}."

@@ -7,9 +7,13 @@ instead of running.
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
+import pathlib
 import platform
+import subprocess
 import sys
+import tempfile
 import warnings
 
 import torch
@@ -60,6 +64,40 @@ def glue(name, value, display=False):
         from myst_nb import glue as myst_glue
 
         myst_glue(name, value, display=display)
+
+
+def compiled_ptx(kernel, types, capability=90, **constants):
+    """Compile a kernel for an NVIDIA GPU that need not be here, and return its assembly code, PTX.
+
+    It is compiled in a process of its own, since one that interprets kernels cannot compile them.
+
+    Args:
+        kernel: a function under ``triton.jit`` whose source names nothing but ``triton``, ``tl`` and its arguments.
+        types: {argument: its type, such as "*fp16" or "i32"}, in order and before the constexprs. Pointers and numbers
+            are taken to be multiples of 16.
+        capability: the compute capability to compile for, 90 for 9.0.
+        constants: the constexprs, in order.
+
+    Raises:
+        RuntimeError: the compiler refuses; its message is passed on.
+    """
+    signature = types | dict.fromkeys(constants, "constexpr")
+    values = {(len(types) + i,): value for i, value in enumerate(constants.values())}
+    multiples_of_16 = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
+    script = f"""import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+{inspect.getsource(kernel.fn)}
+source = triton.compiler.ASTSource({kernel.fn.__name__}, {signature}, {values}, {multiples_of_16})
+print(triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["ptx"])
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "compile_kernel.py")
+        path.write_text(script)
+        env = os.environ | {"TRITON_INTERPRET": "0"}
+        done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return done.stdout
 
 
 def must_fail(check, answer):
