@@ -99,7 +99,7 @@ def browser_section(results):
 
 def recorded_gpus():
     """Return the names of the GPUs with recorded measurements."""
-    return sorted(path.stem for path in set(DATA.glob("*.csv")) - {DATA / "targets.csv"})
+    return sorted({path.stem for path in DATA.glob("*.csv")} - {"targets", "blocks"})
 
 
 def goals_section(gpu):
