@@ -774,7 +774,9 @@ def error_maps(maps):
                 stop = start + len(list(run))
                 if kind:
                     box = (start, m), stop - start, 1
-                    axes.add_patch(matplotlib.patches.Rectangle(*box, ec="none", lw=0, **looks[kind]))
+                    axes.add_patch(
+                        matplotlib.patches.Rectangle(*box, ec="none", lw=0, antialiased=False, **looks[kind])
+                    )
                 start = stop
         axes.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), xticks=[0, 16], yticks=[0, 32], title=title)
         axes.title.set_size(10)
