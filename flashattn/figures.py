@@ -1093,8 +1093,8 @@ def error_maps(maps):
     lines = -(-len(maps) // 3)
     figure, grid = new_figure(rows=lines, columns=3, figsize=(5.4, 2.7 * lines + 0.4))
     looks = {
-        1: dict(fc=COLORS["standard"], alpha=0.75),
-        2: dict(fc=COLORS["device_memory"], hatch="xxx", alpha=0.75),
+        1: dict(fc=COLORS["standard"], ec=COLORS["standard"], lw=0.5),  # no seams between rows
+        2: dict(fc=COLORS["device_memory"], ec=INK, lw=0, hatch="xxx"),
     }
     for axes, (title, rows) in zip(grid.flat, maps.items(), strict=True):
         for m, row in enumerate(rows):
@@ -1103,7 +1103,7 @@ def error_maps(maps):
                 stop = start + len(list(run))
                 if kind:
                     box = (start, m), stop - start, 1
-                    axes.add_patch(matplotlib.patches.Rectangle(*box, ec="none", lw=0, **looks[kind]))
+                    axes.add_patch(matplotlib.patches.Rectangle(*box, **looks[kind]))
                 start = stop
         axes.set(xlim=(0, len(rows[0])), ylim=(len(rows), 0), xticks=[0, 16], yticks=[0, 32], title=title)
         axes.title.set_size(10)
