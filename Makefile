@@ -73,7 +73,8 @@ tune: $(VENV)/installed  ## search this machine's GPU for faster blocks (ARGS="-
 
 browser: $(VENV)/installed book  ## test the site in a browser and record it (CHROMIUM=/path names one)
 	@$(BIN)/python tests/browser.py
-	@$(BIN)/python -m pytest tests/test_browser.py -q -n 1 --results tests/results/browser.json
+	@$(BIN)/python -m pytest tests/test_browser.py -q -n 0 -k first_view --results tests/results/first_view.json
+	@$(BIN)/python -m pytest tests/test_browser.py -q -n $(JOBS) -k "not first_view" --results tests/results/browser.json
 
 status: $(VENV)/installed  ## render book/status.md and README's table from the recorded results
 	@$(BIN)/python book/_ext/status.py

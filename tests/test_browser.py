@@ -47,7 +47,6 @@ def test_page(name, mode, browser, base, record_property):
             "all => all.map(e => [e.getAttribute('alt') || e.getAttribute('aria-label') || '', e.getAttribute('src') || ''])"
         )
         assert all(len(text) > 3 and text not in source for text, source in images), images
-        first_paint = page.evaluate(FIRST_PAINT)
         own, total, requests = own_weight(page)
         explorers = page.locator(".flashattn-explorer")
         found = visit.violations()
@@ -65,7 +64,6 @@ def test_page(name, mode, browser, base, record_property):
             own_kb=round(own, 1),
             total_kb=round(total, 1),
             requests=requests,
-            first_view_ms=round(first_paint),
             explorers=explorers.count(),
             controls=page.locator(".flashattn-explorer [data-control]").count(),
             frames=sum(int(figure.get_attribute("data-frames")) for figure in explorers.all()),
@@ -75,6 +73,22 @@ def test_page(name, mode, browser, base, record_property):
         assert not found
         assert own <= MAX_WEIGHT_KB
         visit.assert_clean()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_first_view(name, browser, base, record_property):
+    """Record the first contentful paint with an empty cache, median of three. test_status.py holds the record to 1 s.
+
+    Here a limit would measure what else the machine does; `make browser` runs these alone.
+    """
+    times = []
+    for _ in range(3):
+        with Visit(browser, base) as visit:
+            visit.page.goto(base + name, wait_until="load")
+            visit.page.wait_for_function(f"{FIRST_PAINT} > 0")
+            times.append(visit.page.evaluate(FIRST_PAINT))
+    record_property("page", name)
+    record_property("first_view_ms", round(sorted(times)[1]))
 
 
 @pytest.mark.parametrize("name", toc_pages())

@@ -79,4 +79,6 @@ def test_recorded_browser_run_is_green_and_covers_every_page():
     assert set(visits) == {(page, mode) for page in PAGES for mode in MODES}, "run make browser and make status"
     for visit in visits.values():
         assert visit["violations"] == 0 and visit["own_kb"] <= 600
-        assert visit["first_view_ms"] < 1000
+    first_views = json.loads((ROOT / "tests" / "results" / "first_view.json").read_text())
+    assert {test["page"] for test in first_views["tests"]} == set(PAGES) and first_views["counts"]["failed"] == 0
+    assert all(test["first_view_ms"] < 1000 for test in first_views["tests"])
