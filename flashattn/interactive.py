@@ -350,7 +350,7 @@ def on_chip_budget(rows, limits, gpu, head_dim, blocks, warps, stages):
         if i in (0, 3):
             parts += [_text(14 + most * scale, y + 17, f"{most // 1024} KB at most", size=10)]
     if shared > limit:
-        verdict = f"does not launch: {shared / 1024:.0f} KB of shared memory, and a block may use {limit // 1024}"
+        verdict = f"does not launch: {shared / 1024:.0f} KB, and a block may use {limit // 1024}"
     elif spilled:
         verdict = f"launches, and spills {spilled} bytes of each thread's registers"
     else:
