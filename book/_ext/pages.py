@@ -33,6 +33,7 @@ REPAIRS = [
     (r' role="doc-biblioentry"', r"", False),
     (r'<th class="([^"]*)">(?:<p></p>)?</th>', r'<td class="\1"></td>', False),
     (r'(class="[^"]*btn-download-(?:source|notebook)-button[^"]*")', r"\1 download", False),
+    (r'<link [^>]*sphinx-thebe\.css[^>]*>', r"", False),  # what is left of sphinx-thebe
     # Weight: names, punctuation and blanks have the colour of plain code; shown sources bring styles of JupyterLab's.
     (r'<span class="[npw]">([^<]*)</span>', r"\1", False),
     (r"<style>pre \{ line-height.*?\.output_html.*?</style>", r"", False),
