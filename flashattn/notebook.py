@@ -8,6 +8,7 @@ instead of running.
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import os
 import pathlib
 import platform
@@ -66,29 +67,31 @@ def glue(name, value, display=False):
         myst_glue(name, value, display=display)
 
 
-def compiled_ptx(kernel, types, capability=90, **constants):
-    """Compile a kernel for an NVIDIA GPU that need not be here, and return its assembly code, PTX.
+def compiled_ptx(kernel, variants, capability=90):
+    """Compile a kernel for an NVIDIA GPU that need not be here, and return its assembly code, PTX, for each variant.
 
     It is compiled in a process of its own, since one that interprets kernels cannot compile them.
 
     Args:
         kernel: a function under ``triton.jit`` whose source names nothing but ``triton``, ``tl`` and its arguments.
-        types: {argument: its type, such as "*fp16" or "i32"}, in order and before the constexprs. Pointers and numbers
-            are taken to be multiples of 16.
+        variants: [(types, constants), …]: {argument: its type, such as "*fp16" or "i32"}, in order and before the
+            constexprs, and {constexpr: its value}, in order. Pointers and numbers are taken to be multiples of 16.
         capability: the compute capability to compile for, 90 for 9.0.
-        constants: the constexprs, in order.
 
     Raises:
         RuntimeError: the compiler refuses; its message is passed on.
     """
-    signature = types | dict.fromkeys(constants, "constexpr")
-    values = {(len(types) + i,): value for i, value in enumerate(constants.values())}
-    multiples_of_16 = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
-    script = f"""import triton, triton.language as tl
+    script = f"""import json, triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 {inspect.getsource(kernel.fn)}
-source = triton.compiler.ASTSource({kernel.fn.__name__}, {signature}, {values}, {multiples_of_16})
-print(triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["ptx"])
+texts = []
+for types, constants in {variants}:
+    signature = types | dict.fromkeys(constants, "constexpr")
+    values = {{(len(types) + i,): value for i, value in enumerate(constants.values())}}
+    multiples_of_16 = {{(i,): [["tt.divisibility", 16]] for i in range(len(types))}}
+    source = triton.compiler.ASTSource({kernel.fn.__name__}, signature, values, multiples_of_16)
+    texts.append(triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["ptx"])
+print(json.dumps(texts))
 """
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "compile_kernel.py")
@@ -97,7 +100,7 @@ print(triton.compile(source, target=GPUTarget("cuda", {capability}, 32)).asm["pt
         done = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr)
-    return done.stdout
+    return json.loads(done.stdout)
 
 
 def must_fail(check, answer):
