@@ -12,13 +12,13 @@ from .figures import COLORS
 
 WIDTH = 360  # of every drawing, in the unit of its font sizes; a phone shows it about one to one
 YES_NO = ("no", "yes")
-GIB_STEPS = {"GB": 1e9, "MB": 1e6, "KB": 1e3}
+SIZE_STEPS = {"GB": 1e9, "MB": 1e6, "KB": 1e3}
 
 
 def size_text(n_bytes):
     """Return bytes as text in powers of 10 with two or three significant digits."""
-    unit = next((unit for unit, step in GIB_STEPS.items() if n_bytes >= step), "KB")
-    value = n_bytes / GIB_STEPS[unit]
+    unit = next((unit for unit, step in SIZE_STEPS.items() if n_bytes >= step), "KB")
+    value = n_bytes / SIZE_STEPS[unit]
     return f"{value:,.0f} {unit}" if value >= 99.5 else f"{value:.3g} {unit}"
 
 

@@ -52,11 +52,8 @@ class Launcher:
 @contextlib.contextmanager
 def replaced(direction, blocks=(), compile_only=False):
     """Give the kernel of a direction other blocks for a while (by default the table's), and yield its Launcher."""
-    from . import (
-        backward,
-        forward,
-        launch,
-    )  # here, so that the command can say that there is no GPU where Triton is missing
+    # Here, so that the command can say that there is no GPU where Triton is missing.
+    from . import backward, forward, launch
 
     module, name = {
         "forward": (forward, "_attn_fwd_kernel"),
