@@ -33,7 +33,6 @@ REPAIRS = [
     (r' role="doc-biblioentry"', r"", False),
     (r'<th class="([^"]*)">(?:<p></p>)?</th>', r'<td class="\1"></td>', False),
     (r'(class="[^"]*btn-download-(?:source|notebook)-button[^"]*")', r"\1 download", False),
-    (r'<link [^>]*sphinx-thebe\.css[^>]*>', r"", False),  # what is left of sphinx-thebe
     # Weight: names, punctuation and blanks have the colour of plain code; shown sources bring styles of JupyterLab's.
     (r'<span class="[npw]">([^<]*)</span>', r"\1", False),
     (r"<style>pre \{ line-height.*?\.output_html.*?</style>", r"", False),
@@ -91,6 +90,7 @@ def configure(app, config):
         for listener in list(listeners):
             if listener.handler.__module__ == "sphinx_thebe":
                 app.disconnect(listener.id)
+    app.registry.css_files = [(name, how) for name, how in app.registry.css_files if name != "sphinx-thebe.css"]
 
     url, options = address.read_address(), config.html_theme_options
     options.pop("repository_url", None)
