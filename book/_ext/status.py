@@ -84,15 +84,15 @@ def browser_section(results):
     lines = [
         f"{counts_line(results)}. Chromium {version}, the site served on localhost. Weight is that of the page itself, "
         "uncompressed, without the files that all pages share; first view is the first contentful paint with an empty "
-        "cache, the median of three, in a run of its own; violations are what axe-core finds in both modes together.",
+        "cache, the median of three, in a run of its own; axe counts the violations that axe-core finds in both modes.",
         "",
-        "| page | weight | requests | first view | figures | controls | frames | axe violations |",
+        "| page | kB | requests | first view, ms | figures | controls | frames | axe |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for page in dict.fromkeys(test["page"] for test in visits.values()):
         light, dark = visits[page, "light"], visits[page, "dark"]
         lines.append(
-            f"| {page} | {light['own_kb']:.0f} kB | {light['requests']} | {first_views[page]} ms | "
+            f"| {Path(page).stem} | {light['own_kb']:.0f} | {light['requests']} | {first_views[page]} | "
             f"{light['explorers']} | {light['controls']} | {light['frames']} | "
             f"{light['violations'] + dark['violations']} |"
         )
