@@ -114,29 +114,29 @@ SMALL = {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}
 TRIED_WITH = {"mma": 101376, "wgmma": 232448, "tcgen05": 232448, "mfma": 65536}
 
 
-def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal):
+def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal, contiguous=True):
     """Choose the launch of one kernel.
 
     Args:
-        direction: "forward", "delta", "dkdv" or "dq".
+        direction: "forward", "dq" or "dkdv".
         head_dim, head_dim_v: 1 to 256; tiles are padded to the next power of two, at least 16 (on
-            Hopper's matrix units 64).
+            Hopper's matrix units 32, or 64 if not ``contiguous``).
         dtype: torch.float16, torch.bfloat16 or torch.float32.
         target: a :class:`Target`.
         causal: whether the kernel skips keys after the diagonal.
+        contiguous: whether the columns of every row are next to each other, in all tensors that tiles are loaded from.
 
     Returns:
         A :class:`BlockConfig`.
     """
     on_matrix_units = dtype != torch.float32 and target.matrix_units != "none"
-    # With tiles 16 wide Triton 3.6 lets wgmma read past the end of shared memory; with 32 results changed with strides.
-    narrowest = 64 if on_matrix_units and target.matrix_units == "wgmma" else 16
+    # Triton 3.6 lets wgmma read past the end of shared memory with tiles 16 wide, and reads wrong ones 32 wide whose
+    # columns lie behind each other.
+    narrowest = (32 if contiguous else 64) if on_matrix_units and target.matrix_units == "wgmma" else 16
     block_d, block_dv = (max(narrowest, 1 << (size - 1).bit_length()) for size in (head_dim, head_dim_v))
     width = max(64, block_d, block_dv)
     if target == INTERPRETER:
         choice = (64, 64, 4, 1)
-    elif direction == "delta":
-        choice = (64 if on_matrix_units else 16, 0, 4, 1)
     elif not on_matrix_units or target.shared_bytes < TRIED_WITH[target.matrix_units]:
         choice = SMALL[width]
     elif target.matrix_units == "wgmma":

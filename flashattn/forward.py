@@ -12,6 +12,7 @@ from .primitives import (
     add_bias,
     boxes_fit,
     boxes_pay,
+    columns_adjoin,
     dot,
     grid_blocks,
     load_rows,
@@ -153,7 +154,8 @@ def _decide_forward(tensors, scale, softcap, window_left, window_right):
         return []
     n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     target = target_of(q.device)
-    cfg = block_config("forward", head_dim, head_dim_v, q.dtype, target, causal=window_right is not None)
+    causal, contiguous = window_right is not None, columns_adjoin(q, k, v)
+    cfg = block_config("forward", head_dim, head_dim_v, q.dtype, target, causal=causal, contiguous=contiguous)
     sequences = (n_sequences, seqlen_k - seqlen_q, window_left, window_right)
     fit = boxes_pay(q, k) and boxes_fit(target, (k, v), bias, *sequences)
     numbers = (

@@ -76,6 +76,11 @@ def boxes_fit(target, tensors, bias, n_sequences, shift, window_left, window_rig
     )  # fmt: skip
 
 
+def columns_adjoin(*tensors):
+    """Say whether the columns of a row are next to each other in memory, in all of these tensors."""
+    return all(x.stride(3) == 1 for x in tensors)
+
+
 def boxes_pay(q, k):
     """Say whether a call is long enough for boxes. The results are the same to the bit either way.
 
