@@ -15,7 +15,6 @@ from .primitives import (
     add_bias,
     boxes_fit,
     boxes_pay,
-    columns_adjoin,
     dot,
     grid_blocks,
     load_rows,
@@ -23,6 +22,7 @@ from .primitives import (
     locate_block,
     loop_bounds,
     round_to,
+    rows_are_regular,
     rows_to_load,
     score_factors,
     score_mask,
@@ -272,8 +272,8 @@ def _decide_backward(tensors, scale, softcap, window_left, window_right):
     launches = []
 
     def blocks(direction):
-        causal, contiguous = window_right is not None, columns_adjoin(q, k, v, do, out)
-        return block_config(direction, head_dim, head_dim_v, q.dtype, target, causal=causal, contiguous=contiguous)
+        causal, regular = window_right is not None, rows_are_regular(q, k, v, do, out)
+        return block_config(direction, head_dim, head_dim_v, q.dtype, target, causal=causal, regular=regular)
 
     def fit(*streamed):
         return boxes_pay(q, k) and boxes_fit(target, streamed, bias, *sequences)

@@ -831,6 +831,17 @@ def test_four_layouts(rotation, head_dim, device):
     assert_same(run(kernel, inputs), run(kernel, views))
 
 
+@gpu
+@parametrize("head_dim", [32, 64, 128, 256], ids=lambda head_dim: f"D{head_dim}")
+@parametrize("layout", [param(i, id=f"B47-k{i}") for i in range(len(LAYOUTS))])
+def test_pairs_of_layouts(layout, head_dim, device):
+    """k in one layout and v in each. How tiles lie in shared memory depends on both, and compilers err in few pairs."""
+    inputs = plain(draw(device, 20, 33, head_dim, heads=4, heads_kv=2))
+    expected, k = run(kernel, inputs), LAYOUTS[layout](inputs.k)
+    for place in LAYOUTS:
+        assert_same(expected, run(kernel, inputs._replace(k=k, v=place(inputs.v))))
+
+
 @parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @parametrize(
     "shape, cut", [param((1, 2, 100, 16), 36, id="B49-small"), param((1, 16, 4096, 64), 128, id="B49-full", marks=gpu)]

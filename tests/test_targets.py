@@ -132,11 +132,11 @@ def test_blocks_cover_every_head_dim(target, head_dim):
 
 
 def test_narrow_tiles_on_hopper():
-    """16 columns are padded to 32 for wgmma, and to 64 where the columns of some tensor are not next to each other."""
+    """16 columns are padded to 32 for wgmma, and to 64 where rows are not regular."""
     choose = functools.partial(block_config, "dq", 16, 32, torch.float16, causal=True)
     assert choose(TARGETS["sm_90"])[2:4] == (32, 32)
-    assert choose(TARGETS["sm_90"], contiguous=False)[2:4] == (64, 64)
-    assert choose(TARGETS["sm_80"], contiguous=False)[2:4] == (16, 32)
+    assert choose(TARGETS["sm_90"], regular=False)[2:4] == (64, 64)
+    assert choose(TARGETS["sm_80"], regular=False)[2:4] == (16, 32)
 
 
 def test_unknown_targets_get_blocks_that_fit():
