@@ -95,14 +95,12 @@ def training_rows(impl, seed, run, facts, sizes, dtype):
     values += [(step, "test_loss", "nats", loss) for step, loss in run.test_losses.items()]
     values.append((steps, "peak_memory", "bytes", run.peak_bytes))
     values.append((steps, "throughput", "tokens/s", tokens / statistics.median(run.steps_s[WARM_UP:] or run.steps_s)))
-    facts = {name: facts[name] for name in ("gpu", "date", "torch", "triton")} | dict(
-        commit=(facts["commit"] or "")[:12]
-    )
-    sizes = {name: sizes[name] for name in ("layers", "width", "heads", "batch", "seqlen")}
+    what = {name: facts[name] for name in ("gpu", "date", "torch", "triton")}
+    what |= {name: sizes[name] for name in ("layers", "width", "heads", "batch", "seqlen")}
+    what |= dict(commit=(facts["commit"] or "")[:12], dtype=dtype, impl=impl, seed=seed)
     return [
-        facts | sizes | dict(dtype=dtype, impl=impl, seed=seed, step=step, metric=metric, unit=unit, value=f"{value:.7g}")
-        for step, metric, unit, value in values
-    ]  # fmt: skip
+        what | dict(step=step, metric=metric, unit=unit, value=f"{value:.7g}") for step, metric, unit, value in values
+    ]
 
 
 def record(path, device, sizes, dtype=None, impls=IMPLS, test_every=TEST_EVERY):
@@ -116,12 +114,10 @@ def record(path, device, sizes, dtype=None, impls=IMPLS, test_every=TEST_EVERY):
             print(f"{impl}: {type(error).__name__}: {error}"[:300], flush=True)
             continue
         rows += training_rows(impl, seed, run, facts, sizes, dtype_name)
-        rate = rows[-1]["value"]
         print(
-            f"{impl} seed {seed}: loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}, on held-out text {run.test_losses}, "
-            f"{sum(run.steps_s):.0f} s, {rate} tokens/s, {run.peak_bytes / 1e9:.2f} GB",
-            flush=True,
+            f"{impl} seed {seed}: {sum(run.steps_s):.0f} s, loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}, ", end=""
         )
+        print(f"{rows[-1]['value']} tokens/s, {run.peak_bytes / 1e9:.2f} GB", flush=True)
         _write(path, rows)
     return rows
 
