@@ -338,11 +338,11 @@ def short_rows(cell, build):
     yield _row(cell, "forward_backward", "time", "ms", _wall_ms(_in_graph(step)), graph=True)
 
 
-def model_rows(cell, build, device="cuda"):
-    """Measure a whole model, or for a cell without one attention alone, short and long."""
+def model_rows(cell, build, device="cuda", timed=None):
+    """Measure a whole model, or for a cell without one attention alone. timed: as for ``crossover_rows``."""
     (call,) = build(cell.shape).values()
     if not cell.model:
-        yield from crossover_rows(cell, call, device)
+        yield from crossover_rows(cell, call, device, timed)
         return
     measure = models.forward_figures if cell.model == "gpt_10b" else models.training_figures
     for *what, params in measure(models.MODELS[cell.model], call, cell.shape.batch, cell.shape.seqlen, device):

@@ -6,6 +6,7 @@ flashattn/bench.py says what the rows mean.
 
 import contextlib
 import gc
+import math
 import time
 from typing import NamedTuple
 
@@ -251,3 +252,65 @@ def step_seconds(step):
 def quantiles(values):
     """Return the 20th, 50th and 80th percentile of some numbers."""
     return torch.quantile(torch.tensor(values, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+
+
+# ---- What recorded rows say, for tables and figures.
+
+
+def training_table(rows, model="gpt2"):
+    """Return what rows of suite "model" say of training steps.
+
+    Args:
+        rows: as ``bench.load_rows(gpu, suite="model")`` gives them.
+        model: a name in MODELS.
+
+    Returns:
+        {impl: {seqlen: {"peak_bytes": …, "tokens_per_s": …, "split": {…}, "gradients": bytes}}}, by growing seqlen;
+        {"out_of_memory": bytes} instead where these were not enough.
+    """
+    table = {}
+    for row in sorted(rows, key=lambda row: row["seqlen_q"]):
+        if row["direction"] != "training_step" or row["params"].get("model") != model:
+            continue
+        cell = table.setdefault(row["impl"], {}).setdefault(row["seqlen_q"], {})
+        if row["metric"] == "peak_memory":
+            cell |= dict(peak_bytes=row["p50"], split=row["params"]["split"], gradients=row["params"]["gradients"])
+        elif row["metric"] == "throughput":
+            cell["tokens_per_s"] = row["p50"]
+        elif row["metric"] == "out_of_memory":
+            cell["out_of_memory"] = row["p50"]
+    return table
+
+
+def speed_ratios(rows, impl, *, batch, causal, direction, graph):
+    """Return {seqlen: the time of eager over that of impl} of attention alone, by growing seqlen.
+
+    Args:
+        rows: as ``bench.load_rows(gpu, suite="model")`` gives them.
+        impl: "flashattn" or "sdpa_flash".
+        batch, causal, direction, graph: which rows: batch 1, 4 or 16, direction "forward" or "forward_backward".
+    """
+    wanted = dict(batch=batch, causal=causal, direction=direction, metric="time")
+    times = {
+        (row["impl"], row["seqlen_q"]): row["p50"]
+        for row in rows
+        if all(row[name] == value for name, value in wanted.items()) and row["params"] == {"graph": graph}
+    }
+    seqlens = sorted(seqlen for name, seqlen in times if name == impl and ("eager", seqlen) in times)
+    return {seqlen: times["eager", seqlen] / times[impl, seqlen] for seqlen in seqlens}
+
+
+def crossover(ratios):
+    """Return the length from which on a ratio stays at 1 or more, as ``speed_ratios`` gives them.
+
+    It is found between two measured lengths by a straight line on log scales, and is None where the last ratio is
+    below 1. Where no ratio is below 1, it is the first length, which is then an upper bound.
+    """
+    lengths = list(ratios)
+    below = [i for i, length in enumerate(lengths) if ratios[length] < 1]
+    if not below:
+        return float(lengths[0])
+    if below[-1] == len(lengths) - 1:
+        return None
+    n, m = lengths[below[-1]], lengths[below[-1] + 1]
+    return n * (m / n) ** (math.log(ratios[n]) / (math.log(ratios[n]) - math.log(ratios[m])))

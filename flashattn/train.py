@@ -8,6 +8,7 @@ two good runs are that do differ.
 
 import argparse
 import csv
+import gc
 import os
 import statistics
 from pathlib import Path
@@ -119,6 +120,7 @@ def record(path, device, sizes, dtype=None, impls=IMPLS, test_every=TEST_EVERY):
         )
         print(f"{rows[-1]['value']} tokens/s, {run.peak_bytes / 1e9:.2f} GB", flush=True)
         _write(path, rows)
+        gc.collect()  # model and optimizer lie in a cycle, and would count in the next run's memory
     return rows
 
 
