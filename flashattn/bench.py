@@ -364,7 +364,7 @@ def crossover_rows(cell, call, device="cuda", timed=None):
         "forward": torch.no_grad()(lambda: call(*qkv)),
         "forward_backward": lambda: torch.autograd.grad(call(*qkv), qkv, do),
     }
-    for (direction, step), (graph, timer) in itertools.product(steps.items(), timed.items()):
+    for (graph, timer), (direction, step) in itertools.product(timed.items(), steps.items()):
         yield _row(cell, direction, "time", "ms", timer(step), graph=graph)
 
 
