@@ -215,11 +215,11 @@ def _at_most(limit_bytes, device):
         yield
         return
     free_memory(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / _total_bytes(device)), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / _total_bytes(device)), device.index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
 
 
 def _total_bytes(device):
