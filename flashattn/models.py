@@ -118,7 +118,7 @@ def _training_figures(model, ledger, batch, seqlen, device):
         before_logits, kept = *seen, memory.allocated_bytes()
         loss.backward()
         optimizer.step()
-        loss = loss.item()
+        loss.item()  # waits for the GPU
     attention = ledger.kept_bytes
     ledger.start(None)
     states = (x for state in optimizer.state.values() for x in state.values())
@@ -146,7 +146,7 @@ def forward_figures(model, call, batch, seqlen, device="cuda", limit_bytes=SMALL
         limit_bytes: what PyTorch may have of the GPU's memory, to see a smaller card; on a CPU it is not held.
 
     Yields:
-        As :func:`training_figures`, inference first: params["gradients"] says which.
+        What :func:`training_figures` does, for inference and then for training.
     """
     device = torch.device(device)
     with _at_most(limit_bytes, device):

@@ -7,8 +7,9 @@ import statistics
 import pytest
 import torch
 
-from flashattn import attention_reference, gpt, train
+from flashattn import attention_reference, bench, gpt, models, train
 from flashattn.gpt import GPT, next_token_loss
+from flashattn.peers import IMPLEMENTATIONS, Shape, backend
 from flashattn.testing import FACTOR, max_error
 
 SIZES = dict(vocabulary=64, context=48, layers=2, width=32, heads=2)
@@ -178,3 +179,27 @@ def test_training_in_bf16_on_a_gpu_follows_eager(attention):
     ours, eager, other = (train.mean_losses(x.losses, 1) for x in (run(attention), run("eager"), run("eager", seed=1)))
     assert train.curve_distance(ours, eager) < train.curve_distance(other, eager) / 10
     assert run(attention).peak_bytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["eager", "sdpa_flash", "flashattn"])
+def test_attention_alone_is_timed_on_a_gpu(impl):
+    cell = bench.Cell("model", Shape(1, 4, 4, 128, 64, True), impl)
+    with backend(impl):
+        rows = list(bench.model_rows(cell, IMPLEMENTATIONS[impl]))
+    times = {(row["direction"], row["params"]): float(row["p50"]) for row in rows if row["metric"] == "time"}
+    assert len(times) == 4 and all(0 < ms < 10 for ms in times.values())
+    assert times["forward", '{"graph": true}'] < times["forward_backward", '{"graph": true}']
+
+
+@pytest.mark.gpu
+def test_a_gpu_model_runs_out_of_what_it_may_have_and_goes_on():
+    model = models.Model(2, 512, 8, 1000)
+    call = gpt.causal_attention("eager", 8, 4096, 64)
+    rows = list(models.forward_figures(model, call, 1, 4096, limit_bytes=600 * 10**6))
+    assert [row[1] for row in rows] == ["out_of_memory"] * 2
+    rows = list(models.training_figures(model, call, 1, 4096))
+    assert [row[1] for row in rows] == ["peak_memory", "throughput"]
+    split = rows[0][-1]["split"]
+    scores = 2 * 8 * 4096**2  # P in fp32, as autocast computes it, and again in bf16 for the product with V
+    assert 6 * scores < split["attention"] < 7 * scores and min(split.values()) >= 0
