@@ -22,7 +22,11 @@ MAY_IMPORT = {
     "api": {"ops"},
     "cost": set(),
     "peers": {"api"},
-    "bench": {"peers", "testing"},
+    "memory": set(),
+    "gpt": {"peers"},
+    "models": {"gpt", "memory"},
+    "bench": {"memory", "models", "peers", "testing"},
+    "train": {"bench", "gpt", "testing"},
     "goals": {"bench", "cost"},
     "explorer": {"figures"},
     "interactive": {"cost", "figures"},
@@ -44,6 +48,10 @@ WITHOUT_TRITON = {
     "doctor",
     "goals",
     "peers",
+    "memory",
+    "gpt",
+    "models",
+    "train",
     "__init__",
 }
 MAY_PLOT = {"figures", "explorer", "notebook"}
