@@ -61,9 +61,10 @@ targets: $(VENV)/installed  ## compile every kernel for every target and record 
 	@$(BIN)/python tests/compile_kernels.py --table
 	@$(BIN)/python tests/compile_kernels.py --sweep
 
-lint: $(VENV)/installed  ## check style
+lint: $(VENV)/installed  ## check style, spelling and the numbers in the prose
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check flashattn tests book
+	@$(BIN)/python -m pytest tests/test_prose.py --noconftest -q -n 0
 
 bench: $(VENV)/installed  ## measure beside the others on this machine's GPU (ARGS="--suite core --resume")
 	@$(BIN)/python -m flashattn.bench $(ARGS)
@@ -76,8 +77,9 @@ browser: $(VENV)/installed book  ## test the site in a browser and record it (CH
 	@$(BIN)/python -m pytest tests/test_browser.py -q -n 0 -k first_view --results tests/results/first_view.json
 	@$(BIN)/python -m pytest tests/test_browser.py -q -n $(JOBS) -k "not first_view" --results tests/results/browser.json
 
-status: $(VENV)/installed  ## render book/status.md and README's table from the recorded results
+status: $(VENV)/installed  ## render the status page, README's table and the ledger from what was recorded
 	@$(BIN)/python book/_ext/status.py
+	@$(BIN)/python book/_ext/ledger.py
 
 address: $(VENV)/installed  ## set where the book is published (URL=https://github.com/owner/name, or URL=)
 	@$(BIN)/python book/_ext/address.py "$(URL)"

@@ -23,6 +23,7 @@ HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 device = torch.device("cuda" if HAS_GPU else "cpu")
 NEEDS_TRITON = "# needs Triton"
+CLAIM = "application/vnd.flashattn.claim+json"  # the type of a recorded verdict, which no page shows
 
 
 def _choose_interpreter():
@@ -101,6 +102,47 @@ print(json.dumps(texts))
     if done.returncode:
         raise RuntimeError(done.stderr)
     return json.loads(done.stdout)
+
+
+def judge(claim, *, number="", where="", advice="", open="", **parts):
+    """Show the verdict on a claim of the source article, and record it for the ledger, `book/claims.md`.
+
+    The verdict is "holds" if every part held, "holds with limits" if some did, "wrong" if none; "advice" or "open" for
+    a claim without parts. Each part compares a measured value with a limit that stands in the source before the
+    measurement. The cell is tagged ``keep_output`` and ``nbval-check-output``, so what is shown must be the same on
+    every machine: a time comes from the recorded rows, not from a clock. A label such as ``(claim-c33)=`` stands before
+    the admonition "Claim C33: wrong" that explains the verdict; it makes the ledger's link.
+
+    Args:
+        claim: its id, such as "C33", or "C25a" for the first half of one that makes two statements.
+        number: the deciding number in words, with its unit, such as "4.3 times the bytes".
+        where: where the number comes from, such as "one H200, 2026-11-29" or "arithmetic".
+        advice: instead of parts: why there is nothing to measure.
+        open: instead of parts: what will settle it.
+        parts: the statements that make the claim, each True if it held; underscores are shown as spaces.
+
+    Raises:
+        TypeError: a part is not True or False.
+        ValueError: not exactly one of parts, advice and open is given, or parts come without number and where.
+    """
+    for name, held in parts.items():
+        if not isinstance(held, bool):
+            raise TypeError(f"`{name}` must be True or False, got {held!r}")
+    if bool(parts) + bool(advice) + bool(open) != 1:
+        raise ValueError(f"{claim} must have parts, `advice` or `open`, and only one of them")
+    if parts and not (number and where):
+        raise ValueError(f"{claim} must have `number` and `where`, got {number!r} and {where!r}")
+    parts = {name.replace("_", " "): held for name, held in parts.items()}
+    if parts:
+        verdict = "holds" if all(parts.values()) else "holds with limits" if any(parts.values()) else "wrong"
+    else:
+        verdict = "advice" if advice else "open"
+    lines = [f"{claim}, {name}: {held}" for name, held in parts.items()] + [f"{claim}: {verdict}"]
+    lines += [f"Decided by: {number}", f"Where: {where}"] if parts else [advice or open]
+    record = dict(claim=claim, verdict=verdict, number=number or advice or open, where=where, parts=parts)
+    from IPython.display import display  # here: a script that imports this file has no use for it
+
+    display({"text/plain": "\n".join(lines), CLAIM: record}, raw=True)
 
 
 def must_fail(check, answer):
