@@ -76,8 +76,9 @@ browser: $(VENV)/installed book  ## test the site in a browser and record it (CH
 	@$(BIN)/python -m pytest tests/test_browser.py -q -n 0 -k first_view --results tests/results/first_view.json
 	@$(BIN)/python -m pytest tests/test_browser.py -q -n $(JOBS) -k "not first_view" --results tests/results/browser.json
 
-status: $(VENV)/installed  ## render book/status.md and README's table from the recorded results
+status: $(VENV)/installed  ## render the status page, README's table and the ledger from what was recorded
 	@$(BIN)/python book/_ext/status.py
+	@$(BIN)/python book/_ext/ledger.py
 
 address: $(VENV)/installed  ## set where the book is published (URL=https://github.com/owner/name, or URL=)
 	@$(BIN)/python book/_ext/address.py "$(URL)"

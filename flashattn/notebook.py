@@ -107,11 +107,11 @@ print(json.dumps(texts))
 def judge(claim, *, number="", where="", advice="", open="", **parts):
     """Show the verdict on a claim of the source article, and record it for the ledger, `book/claims.md`.
 
-    The verdict is "holds" if every part held, "holds with limits" if some did, "wrong" if none; "advice" or "open" for a
-    claim without parts. Each part compares a measured value with a limit that stands in the cell before the measurement.
-    What is shown is pinned and must be the same on every machine: a time comes from the recorded rows, not from a clock.
-    The cell is tagged ``keep_output`` and ``nbval-check-output``, and a label such as ``(claim-c33)=`` stands before the
-    admonition "Claim C33: wrong" that explains it.
+    The verdict is "holds" if every part held, "holds with limits" if some did, "wrong" if none; "advice" or "open" for
+    a claim without parts. Each part compares a measured value with a limit that stands in the source before the
+    measurement. The cell is tagged ``keep_output`` and ``nbval-check-output``, so what is shown must be the same on
+    every machine: a time comes from the recorded rows, not from a clock. A label such as ``(claim-c33)=`` stands before
+    the admonition "Claim C33: wrong" that explains the verdict; it makes the ledger's link.
 
     Args:
         claim: its id, such as "C33", or "C25a" for the first half of one that makes two statements.
