@@ -4,10 +4,12 @@ Importing it loads PyTorch and nothing else: Triton with the first kernel call, 
 """
 
 from .api import flash_attention, flash_attention_varlen, scaled_dot_product_attention
+from .module import FlashAttention
 from .reference import attention_reference
 from .tiled import attention_tiled
 
 __all__ = [
+    "FlashAttention",
     "attention_reference",
     "attention_tiled",
     "flash_attention",

@@ -191,6 +191,7 @@ print(seconds, heavy)
 
 def test_public_surface():
     assert flashattn.__all__ == [
+        "FlashAttention",
         "attention_reference",
         "attention_tiled",
         "flash_attention",

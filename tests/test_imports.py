@@ -8,7 +8,7 @@ import flashattn
 PACKAGE = Path(flashattn.__file__).parent
 # module -> the modules of the package it may import
 MAY_IMPORT = {
-    "__init__": {"api", "reference", "tiled"},
+    "__init__": {"api", "module", "reference", "tiled"},
     "reference": set(),
     "derivative": set(),
     "tiled": {"reference", "derivative"},
@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "backward": {"primitives", "configs", "launch"},
     "ops": {"forward", "backward", "primitives", "derivative"},
     "api": {"ops"},
+    "module": {"api"},
     "cost": set(),
     "peers": {"api"},
     "bench": {"peers", "testing"},
@@ -43,6 +44,7 @@ WITHOUT_TRITON = {
     "api",
     "doctor",
     "goals",
+    "module",
     "peers",
     "__init__",
 }
