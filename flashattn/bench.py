@@ -2,6 +2,33 @@
 
 All implementations of one shape run one after the other in one process, each held to the error budget first. The
 recorded measurements ship with the package; ``load_rows`` reads them. ``peak_memory_bytes`` works on a CPU too.
+
+A row holds one metric of one implementation on one shape, as three percentiles in a unit:
+
+- time, ms: of one call. Where params has "graph" it is the mean of many, made by the host one by one (false) or
+  replayed as a CUDA graph (true).
+- rel_err, budgets: the worst error over the error budget.
+- peak_memory, bytes: the most bytes of tensors at once; in suite "memory" beyond q, k, v and do, in suite "model" all.
+- first_call, s: from nothing compiled.
+- throughput, tokens/s: of whole training steps.
+- out_of_memory, bytes: the memory that was not enough, the GPU's or params["limit_bytes"] where PyTorch was held to it.
+
+Suite "model" measures whole models (``flashattn.models.MODELS``, named in params["model"]), bf16 and causal:
+
+- direction "training_step" (gpt2, gpt2_bytes, gpt2_medium): fp32 weights, products in bf16 by autocast, AdamW, random
+  tokens. Metrics peak_memory and throughput, or out_of_memory instead of both. params of all: layers, width,
+  vocabulary, model. params["split"] of peak_memory adds up to it, in bytes: weights; optimizer; attention (what the
+  calls of attention left in memory at the end of the forward pass, its outputs included, measured by the allocator
+  before and after each call); logits (the same for the last product and the loss); activations (the rest that the
+  forward pass kept); temporary (what came on top by the time of the peak: gradients, and what a step makes and drops).
+  params["gradients"] has the bytes of all gradients; they are not alive together with all activations. params of
+  throughput: steps (how many were timed) and first_loss (in nats, the same weights and tokens for all). params of
+  out_of_memory: attention (bytes as above) and layers_done when memory ran out in the first step.
+- direction "forward" (gpt_10b): weights in bf16, PyTorch held to params["limit_bytes"], once as inference
+  (params["gradients"] false) and once keeping what a backward pass needs (true). Metrics and params as above, without
+  optimizer and logits.
+- without params["model"]: attention alone, 12 heads of 64, full and causal, direction "forward" (no gradients wanted)
+  and "forward_backward", metric time with params["graph"].
 """
 
 import argparse
@@ -15,14 +42,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import weakref
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from . import models
+from .memory import peak_memory_bytes
 from .peers import (
     FLEX_WAYS,
     FORWARD_ONLY,
@@ -52,7 +78,8 @@ def load_rows(gpu, **wanted):
 
     Returns:
         A list of dicts with the keys of COLUMNS, empty where nothing was recorded. Sizes are int, causal is bool,
-        params is a dict; p20, p50 and p80 are float, in the row's ``unit`` (ms, s, bytes, or budgets of error).
+        params is a dict; p20, p50 and p80 are float, in the row's ``unit``. The top of flashattn/bench.py names the
+        metrics.
     """
     rows = [_typed(row) for row in _read(DATA / f"{gpu}.csv")]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
@@ -91,52 +118,16 @@ def _typed(row):
     return row | numbers | {"causal": row["causal"] == "True", "params": json.loads(row["params"] or "{}")}
 
 
-class _CpuPeak(TorchDispatchMode):
-    """Count the bytes of the tensor storages that are born while the mode is on, and the most alive at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak_bytes = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                storage = x.untyped_storage()
-                if storage._cdata not in self.live and storage._cdata not in given:
-                    self.live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self.live.pop, storage._cdata)
-        self.peak_bytes = max(self.peak_bytes, sum(self.live.values()))
-        return result
-
-
-def peak_memory_bytes(function, device):
-    """Return the most bytes of tensors that were alive at once during function(), beyond those alive before.
-
-    On a GPU this is what PyTorch's caching allocator handed out, rounded up to 512 bytes a tensor, in the second of two
-    calls (the first may create the workspaces of libraries); on a CPU the sizes of the results of PyTorch's operators,
-    scratch space inside an operator left out.
-    """
-    if torch.device(device).type == "cuda":
-        function()
-        torch.cuda.synchronize(device)
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        function()
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device) - before
-    with _CpuPeak() as mode:
-        function()
-    return mode.peak_bytes
-
-
 class Cell(NamedTuple):
-    """One implementation on one shape in one suite: what is measured, recorded and resumed as a whole."""
+    """One implementation on one shape in one suite: what is measured, recorded and resumed as a whole.
+
+    model: a name in ``models.MODELS``, whose attention has that shape; empty for attention alone.
+    """
 
     suite: str
     shape: Shape
     impl: str
+    model: str = ""
 
 
 # ---- The suites.
@@ -182,19 +173,40 @@ def _compile():
         yield Shape(1, 16, 16, 4096, head_dim, True), ("flashattn", "flex")
 
 
+CROSSOVER = ("eager", "sdpa_flash", "flashattn")
+WHOLE_MODEL = ("eager", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flashattn")
+
+
+def _model():
+    for batch, causal in itertools.product((1, 4, 16), (False, True)):
+        for seqlen in (64, 128, 256, 512, 1024, 2048, 4096):
+            yield Shape(batch, 12, 12, seqlen, 64, causal), CROSSOVER
+    for seqlen in (256, 512, 1024, 2048, 4096, 6144, 8192, 12288, 16384, 32768):
+        yield _model_shape("gpt2", 1, seqlen), WHOLE_MODEL, "gpt2"
+    yield _model_shape("gpt2_bytes", 2, 4096), CROSSOVER, "gpt2_bytes"
+    for seqlen in (256, 1024, 4096):
+        yield _model_shape("gpt2_medium", 1, seqlen), CROSSOVER, "gpt2_medium"
+    yield _model_shape("gpt_10b", 1, 6144), CROSSOVER, "gpt_10b"
+
+
+def _model_shape(name, batch, seqlen):
+    model = models.MODELS[name]
+    return Shape(batch, model.heads, model.heads, seqlen, model.width // model.heads, True)
+
+
 def suite_cells(suite, wanted=()):
     """Return the cells of a suite, all implementations of one shape behind one another.
 
     Args:
         suite: one of SUITES.
-        wanted: only these implementations. Eager attention, which is slow, is measured in suite memory, and in another
-            if it is wanted by name.
+        wanted: only these implementations. Eager attention, which is slow, is measured in suites memory and model, and
+            in another if it is wanted by name.
     """
     cells = []
-    for shape, impls in SUITES[suite][0]():
+    for shape, impls, *model in SUITES[suite][0]():
         if wanted:
             impls = [impl for impl in wanted if impl in impls or impl == "eager"]
-        cells += [Cell(suite, shape, impl) for impl in impls]
+        cells += [Cell(suite, shape, impl, *model) for impl in impls]
     return cells
 
 
@@ -289,6 +301,13 @@ def _wall_ms(function, calls=100, repeats=20):
     return torch.quantile(torch.tensor(times), torch.tensor([0.2, 0.5, 0.8])).tolist()
 
 
+def _wall_ms_of_about(function, ms=10, repeats=5):
+    """Return ``_wall_ms`` of as many calls as take about so many ms, 100 at most, repeated a few times."""
+    function()  # compiles what it needs
+    (once, *_) = _wall_ms(function, calls=1, repeats=3)
+    return _wall_ms(function, calls=max(1, min(100, int(ms / once))), repeats=repeats)
+
+
 def _in_graph(function):
     """Record a call as a CUDA graph and return what replays it."""
     stream = torch.cuda.Stream()
@@ -317,6 +336,36 @@ def short_rows(cell, build):
 
     yield _row(cell, "forward_backward", "time", "ms", _wall_ms(step), graph=False)
     yield _row(cell, "forward_backward", "time", "ms", _wall_ms(_in_graph(step)), graph=True)
+
+
+def model_rows(cell, build, device="cuda", timed=None):
+    """Measure a whole model, or for a cell without one attention alone. timed: as for ``crossover_rows``."""
+    (call,) = build(cell.shape).values()
+    if not cell.model:
+        yield from crossover_rows(cell, call, device, timed)
+        return
+    measure = models.forward_figures if cell.model == "gpt_10b" else models.training_figures
+    for *what, params in measure(models.MODELS[cell.model], call, cell.shape.batch, cell.shape.seqlen, device):
+        yield _row(cell, *what, model=cell.model, **params)
+
+
+def crossover_rows(cell, call, device="cuda", timed=None):
+    """Time forward, and forward plus backward, of one call of attention, made by the host and in a CUDA graph.
+
+    timed: {whether in a graph: a function that times a function, and returns three percentiles in ms}.
+    """
+    timed = timed or {False: _wall_ms_of_about, True: lambda function: _wall_ms_of_about(_in_graph(function))}
+    *qkv, do = draw(cell.shape, device)
+    ratio = worst_ratio(call, cell.shape, (*qkv, do))
+    yield _row(cell, "forward_backward", "rel_err", "budgets", [ratio] * 3)
+    if not ratio <= 1:
+        raise ValueError(f"{ratio:.3g} times the error budget, so not timed")
+    steps = {
+        "forward": torch.no_grad()(lambda: call(*qkv)),
+        "forward_backward": lambda: torch.autograd.grad(call(*qkv), qkv, do),
+    }
+    for (direction, step), (graph, timer) in itertools.product(steps.items(), timed.items()):
+        yield _row(cell, direction, "time", "ms", timer(step), graph=graph)
 
 
 def memory_rows(cell, build):
@@ -363,6 +412,7 @@ SUITES = {
     "short": (_short, short_rows),
     "memory": (_memory, memory_rows),
     "compile": (_compile, first_call_rows),
+    "model": (_model, model_rows),
 }
 
 
@@ -430,13 +480,14 @@ def measure(cells, path, implementations=IMPLEMENTATIONS, resume=False):
             rows.append(row)
         elif resume and all(row[name] == value for name, value in same.items()):
             rows.append(row)
-            recorded.add(Cell(row["suite"], shape_of(_typed(row)), row["impl"]))
+            typed = _typed(row)
+            recorded.add(Cell(row["suite"], shape_of(typed), row["impl"], typed["params"].get("model", "")))
     print(f"{len(recorded.intersection(cells))} of {len(cells)} cells are recorded already")
     cells = [cell for cell in cells if cell not in recorded]
     begin = time.monotonic()
     for i, cell in enumerate(cells):
         left = f", about {(time.monotonic() - begin) / i * (len(cells) - i):.0f} s left" if i else ""
-        print(f"{i + 1} of {len(cells)}{left}: {cell.suite} {cell.impl} {cell.shape}", flush=True)
+        print(f"{i + 1} of {len(cells)}{left}: {cell.suite} {cell.impl} {cell.shape} {cell.model}", flush=True)
         try:
             with backend(cell.impl):
                 for row in SUITES[cell.suite][1](cell, implementations[cell.impl]):

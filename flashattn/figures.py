@@ -1152,3 +1152,193 @@ def shared_and_spills(stages, shared_bytes, limit, spills):
     lines = "; ".join(f"{label}: {', '.join(map(str, values))} bytes" for label, (_, values) in spills.items())
     alt = f"For {stages[0]} to {stages[-1]} stages, shared memory of {sizes} KiB, limit {limit_bytes / 1024:.0f} KiB"
     return figure, f"{alt}; spilled registers: {lines}."
+
+
+# Chapter 11
+
+
+class Table:
+    """A table of text as HTML that scrolls sideways on a phone; in a terminal, lines of text."""
+
+    def __init__(self, header, rows, caption):
+        self.header, self.rows, self.caption = header, [[str(cell) for cell in row] for row in rows], caption
+
+    def __repr__(self):
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+        text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+        return "\n".join([self.caption, *text])
+
+    def _repr_html_(self):
+        def cells(tag, line, scope=""):
+            return "".join(f"<{tag}{scope}>{html.escape(cell)}</{tag}>" for cell in line)
+
+        head = cells("th", self.header, ' scope="col"')
+        lines = [cells("th", row[:1], ' scope="row"') + cells("td", row[1:]) for row in self.rows]
+        body = "".join(f"<tr>{line}</tr>" for line in lines)
+        caption = html.escape(self.caption)
+        return (
+            f'<div role="region" aria-label="{caption}" tabindex="0" style="overflow-x:auto">'
+            f'<table class="table"><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
+            f"<tbody>{body}</tbody></table></div>"
+        )
+
+
+def _gigabytes(cell):
+    return f"over {cell['out_of_memory'] / 1e9:.0f}" if "out_of_memory" in cell else f"{cell['peak_bytes'] / 1e9:.1f}"
+
+
+def article_table(ours, article, caption):
+    """Set measured memory and speed of training beside the article's.
+
+    ours: {label: {N: {"peak_bytes": bytes, "tokens_per_s": number} or {"out_of_memory": bytes}}}.
+    article: {label: {N: (GB or None, tokens/s or None)}}. Returns a Table with a row for each N.
+    """
+    seqlens = sorted({n for cells in (*ours.values(), *article.values()) for n in cells})
+    header = ["N", *(f"{label}, {unit}" for label in (*ours, *article) for unit in ("GB", "tokens/s"))]
+    rows = []
+    for n in seqlens:
+        row = [f"{n:,}"]
+        for cells in ours.values():
+            cell = cells.get(n)
+            row += (
+                [_gigabytes(cell), f"{cell['tokens_per_s']:,.0f}" if "tokens_per_s" in cell else "–"]
+                if cell
+                else ["–", "–"]
+            )
+        for cells in article.values():
+            gigabytes, rate = cells.get(n, ("–", None))
+            row += ["out of memory" if gigabytes is None else str(gigabytes), "–" if rate is None else f"{rate:,}"]
+        rows.append(row)
+    return Table(header, rows, caption)
+
+
+@picture
+def beside_article(panels):
+    """Plot what was measured beside what the article says, against sequence length on log scales.
+
+    panels: {label of the y axis: {label: (role, "measured" or "article", {N: value})}}, in the same labels.
+    """
+    figure = Figure(figsize=(4.8, 2.7 * len(panels) + 0.6))
+    axes_list = figure.subplots(len(panels), squeeze=False)
+    parts = []
+    for axes, (quantity, curves) in zip(axes_list.flat, panels.items(), strict=True):
+        for label, (role, kind, values) in curves.items():
+            style = role_style(role) if kind == "measured" else role_style(role) | {"linestyle": "none"}
+            hollow = {} if kind == "measured" else {"markerfacecolor": "none", "markersize": 8}
+            axes.plot(list(values), list(values.values()), label=label, **style, **hollow)
+            parts.append(f"{quantity}, {label}: " + ", ".join(f"{value:.3g} at N={n}" for n, value in values.items()))
+        seqlens = sorted({n for _, _, values in curves.values() for n in values})
+        axes.set(xscale="log", yscale="log", ylabel=quantity)
+        axes.set_xticks(seqlens, [str(n) for n in seqlens], rotation=45)
+        axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.minorticks_off()
+    axes_list.flat[-1].set_xlabel("sequence length N")
+    handles = axes_list.flat[0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=2, fontsize=9)
+    return figure, "; ".join(parts) + "."
+
+
+@picture
+def memory_split(bars, limits=None):
+    """Draw what the peak memory of a training step consists of, a bar each.
+
+    bars: {label: {part: bytes}}, with parts weights, optimizer, attention, activations, logits, temporary, or some.
+    limits: {label: bytes}, vertical lines for the memory of GPUs.
+    """
+    looks = {
+        "weights": {"color": INK, "alpha": 0.6},
+        "optimizer": {"color": INK, "alpha": 0.3},
+        "attention": {"color": COLORS["standard"]},
+        "activations": {"facecolor": "none", "edgecolor": COLORS["device_memory"], "hatch": "///"},
+        "logits": {"color": COLORS["device_memory"], "alpha": 0.7},
+        "temporary": {"facecolor": "none", "edgecolor": INK, "hatch": "...", "alpha": 0.5},
+    }
+    names = {"attention": "kept by attention", "activations": "other activations", "logits": "logits and loss"}
+    figure, axes = new_figure(figsize=(4.8, 0.36 * len(bars) + 1.5))
+    parts, shown = [], set()
+    for i, (label, sizes) in enumerate(bars.items()):
+        left = 0
+        for part, look in looks.items():
+            if sizes.get(part):
+                name = None if part in shown else names.get(part, part)
+                shown.add(part)
+                axes.barh(i, sizes[part] / 1e9, 0.66, left, label=name, linewidth=0.8, **look)
+                left += sizes[part] / 1e9
+        axes.text(left, i, f" {left:.3g}", va="center", fontsize=9)
+        listed = ", ".join(f"{names.get(part, part)} {sizes[part] / 1e9:.3g}" for part in looks if sizes.get(part))
+        parts.append(f"{label} {left:.3g} GB: {listed}")
+    for label, size in (limits or {}).items():
+        axes.axvline(size / 1e9, color=INK, linewidth=1, linestyle=":")
+        axes.text(size / 1e9, -0.62, label, ha="right", va="bottom", fontsize=8)
+    most = max([sum(sizes.values()) for sizes in bars.values()] + list((limits or {}).values()))
+    axes.set(xlim=(0, 1.12 * most / 1e9), ylim=(len(bars) - 0.5, -0.5), xlabel="peak memory (GB)")
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
+    return figure, "Peak memory by parts. " + "; ".join(parts) + "."
+
+
+@picture
+def training_curves(curves, yardstick, band):
+    """Plot loss curves that should coincide, and below how far each is from the first.
+
+    curves: {label: (role, {step: loss})}; the first is the one the others are held to. yardstick: (label, {step:
+    loss}), a run that is meant to differ. band: how far from the first the others may be, in nats.
+    """
+    figure = Figure(figsize=(4.8, 5.2))
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
+    first = next(iter(curves.values()))[1]
+    looks = ("-", "--", "-.", ":", (0, (1, 3)))
+    name, other = yardstick
+    above.plot(list(other), list(other.values()), color=INK, alpha=0.45, linewidth=1.2, label=name)
+    below.plot(list(other), [abs(other[n] - first[n]) for n in other], color=INK, alpha=0.45, linewidth=1.2)
+    parts = []
+    for (label, (role, losses)), line in zip(curves.items(), itertools.cycle(looks)):
+        look = dict(color=COLORS[role], linestyle=line)
+        above.plot(list(losses), list(losses.values()), label=label, **look)
+        if losses is not first:
+            gaps = [abs(losses[n] - first[n]) for n in losses]
+            below.plot(list(losses), gaps, **look)
+            parts.append(f"{label} at most {max(gaps):.2g} nats away")
+    below.axhline(band, color=INK, linewidth=1, linestyle=":")
+    below.annotate("band", (max(first), band), (0, 3), textcoords="offset points", ha="right", fontsize=9)
+    above.set(ylabel="loss (nats a byte)")
+    below.set(yscale="log", xlabel="step", ylabel=f"away from\n{next(iter(curves))} (nats)")
+    figure.legend(*above.get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9)
+    ends = f"from {next(iter(first.values())):.2f} to {list(first.values())[-1]:.2f} nats in {max(first)} steps"
+    farthest = max(abs(other[n] - first[n]) for n in other)
+    return figure, (
+        f"Loss curves, {next(iter(curves))} {ends}. From it {', '.join(parts)}; {name} {farthest:.2g}. "
+        f"The band is {band:.2g}."
+    )
+
+
+@picture
+def crossovers(panels):
+    """Plot how many times as fast as standard attention another one is, against sequence length.
+
+    panels: {title: {label: (role, line style, {N: time of standard over time of the other})}}.
+    """
+    figure = Figure(figsize=(4.8, 2.2 * len(panels) + 0.9))
+    axes_list = figure.subplots(len(panels), sharex=True, sharey=True, squeeze=False)
+    ratios = [ratio for curves in panels.values() for *_, by_length in curves.values() for ratio in by_length.values()]
+    ticks = [tick for tick in (2.0**i for i in range(-6, 9)) if min(ratios) <= tick <= max(ratios)]
+    parts = []
+    for axes, (title, curves) in zip(axes_list.flat, panels.items(), strict=True):
+        axes.axhline(1, color=INK, linewidth=1)
+        for label, (role, line, by_length) in curves.items():
+            axes.plot(list(by_length), list(by_length.values()), label=label, **role_style(role) | {"linestyle": line})
+            seen = ", ".join(f"{ratio:.2f} at N={n}" for n, ratio in by_length.items())
+            parts.append(f"{title}, {label}: {seen}")
+        seqlens = sorted({n for *_, by_length in curves.values() for n in by_length})
+        axes.set(xscale="log", yscale="log", ylabel="times as fast")
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xticks(seqlens, [str(n) for n in seqlens], rotation=45)
+        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.minorticks_off()
+    axes_list.flat[-1].set_xlabel("sequence length N")
+    figure.legend(*axes_list.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9)
+    return figure, "Speed relative to standard attention. " + "; ".join(parts) + "."

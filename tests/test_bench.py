@@ -48,7 +48,7 @@ def measure_small(cells, path, monkeypatch, build=right, resume=False):
 
 
 def test_suites_have_the_shapes_of_the_targets():
-    shapes = {suite: [shape for shape, _ in entry[0]()] for suite, entry in bench.SUITES.items()}
+    shapes = {suite: [shape for shape, *_ in entry[0]()] for suite, entry in bench.SUITES.items()}
     assert {(s.head_dim, s.seqlen, s.causal) for s in shapes["core"]} == set(
         itertools.product((64, 128), (1024, 4096, 16384), (False, True))
     )
@@ -63,9 +63,10 @@ def test_suites_have_the_shapes_of_the_targets():
     assert all(s._replace(window=None) in wide and s.causal for s in windows)
     assert Shape(1, 8, 8, 128, 64, True) in shapes["short"] and len(shapes["short"]) == 5
     assert [s.seqlen for s in shapes["memory"]] == [2**i for i in range(10, 17)]
-    for suite, entry in bench.SUITES.items():
-        assert len(set(shapes[suite])) == len(shapes[suite])
-        for _, impls in entry[0]():
+    for entry in bench.SUITES.values():
+        entries = [(shape, *model) for shape, _, *model in entry[0]()]
+        assert len(set(entries)) == len(entries)
+        for _, impls, *_ in entry[0]():
             assert "flashattn" in impls and set(impls) <= set(IMPLEMENTATIONS)
 
 

@@ -23,7 +23,11 @@ MAY_IMPORT = {
     "module": {"api"},
     "cost": set(),
     "peers": {"api"},
-    "bench": {"peers", "testing"},
+    "memory": set(),
+    "gpt": {"peers"},
+    "models": {"gpt", "memory"},
+    "bench": {"memory", "models", "peers", "testing"},
+    "train": {"bench", "gpt", "testing"},
     "goals": {"bench", "cost"},
     "explorer": {"figures"},
     "interactive": {"cost", "figures"},
@@ -46,6 +50,10 @@ WITHOUT_TRITON = {
     "goals",
     "module",
     "peers",
+    "memory",
+    "gpt",
+    "models",
+    "train",
     "__init__",
 }
 MAY_PLOT = {"figures", "explorer", "notebook"}

@@ -101,7 +101,7 @@ def browser_section(results):
 
 def recorded_gpus():
     """Return the names of the GPUs with recorded measurements."""
-    return sorted({path.stem for path in DATA.glob("*.csv")} - {"targets", "blocks"})
+    return sorted({path.stem for path in DATA.glob("*.csv")} - {"targets", "blocks", "training"})
 
 
 def goals_section(gpu):
