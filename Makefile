@@ -61,9 +61,10 @@ targets: $(VENV)/installed  ## compile every kernel for every target and record 
 	@$(BIN)/python tests/compile_kernels.py --table
 	@$(BIN)/python tests/compile_kernels.py --sweep
 
-lint: $(VENV)/installed  ## check style
+lint: $(VENV)/installed  ## check style, spelling and the numbers in the prose
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check flashattn tests book
+	@$(BIN)/python -m pytest tests/test_prose.py --noconftest -q -n 0
 
 bench: $(VENV)/installed  ## measure beside the others on this machine's GPU (ARGS="--suite core --resume")
 	@$(BIN)/python -m flashattn.bench $(ARGS)

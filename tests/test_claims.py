@@ -24,7 +24,7 @@ MAY_BE_OPEN = {"C48", "C03", "C11", "C12", "C44"}
 # The claims that chapter 11 decides; they may wait only while it does not exist.
 CHAPTER_11 = {"C01", "C03", "C04", "C09", "C11", "C12", "C41", "C42", "C43", "C44", "C50"}
 HEADING = re.compile(r"Claim (C\d\d[ab]?)(: (.*))?$", re.M)
-MENTION = re.compile(r"\b(C\d\d[ab]?), (holds with limits|holds|wrong|advice|open)\b")
+MENTION = re.compile(r"\b(C\d\d[ab]?)[,:] (holds with limits|holds|wrong|advice|open)\b")
 
 
 @functools.cache
@@ -84,7 +84,7 @@ def test_label_stands_before_the_verdict(found):
 
 @pytest.mark.parametrize("path", [*CHAPTERS, *sorted((ROOT / "book").glob("*.md"))], ids=lambda path: path.stem)
 def test_no_other_verdict_is_told(path):
-    """Whatever a heading or a remark such as "(C34, wrong)" says is the verdict of the cell that decided."""
+    """Whatever a heading or a remark such as "(C34: wrong)" says is the verdict of the cell that decided."""
     verdicts = {found.record["claim"]: found.record["verdict"] for found in EVIDENCE}
     verdicts |= {claim: None for claim in WAITING}
     text = prose(path)

@@ -60,8 +60,8 @@ def decided_by(claim, wording, found):
     text = f"{record['number']} ({record['where']})" if record["where"] else record["number"]
     cards = sorted(set(re.findall(r"[AH]100", wording)))  # every GPU that the article names; we had neither
     if cards:
-        text += f". Judged without an {' or '.join(cards)}"
-    return f"{text}. [Chapter {int(found.chapter.name[:2])}](#claim-{claim.lower()})"
+        text += f", judged without an {' or '.join(cards)}"
+    return f"{text}: [chapter {int(found.chapter.name[:2])}](#claim-{claim.lower()})"
 
 
 def claims_page():
@@ -73,9 +73,9 @@ def claims_page():
         if claim in evidence:
             verdict, reason = evidence[claim].record["verdict"], decided_by(claim, wording, evidence[claim])
         else:
-            verdict, reason = "open", f"{waiting[claim]}."
+            verdict, reason = "open", waiting[claim]
         counts[verdict] += 1
-        rows.append(f"| **{claim}** {wording} | {verdict} | {reason[0].upper()}{reason[1:]} |")
+        rows.append(f"| **{claim}** {wording} | {verdict} | {reason} |")
     summary = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
     head = ["| claim | verdict | decided by |", "|---|---|---|"]
     return "\n".join([INTRODUCTION, f"Of {len(rows)} rows: {summary}.", "", *head, *rows, OUTRO])
