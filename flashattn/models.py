@@ -38,7 +38,7 @@ ARTICLE_C44 = {
     "flash": {1024: (5.1, 1350), 2048: (6.3, 1180), 4096: (8.9, 890), 8192: (14.2, 540)},
 }
 SMALLER_CARD_BYTES = 80 * 10**9  # the article's card
-TIMED_S, FEWEST_STEPS, MOST_STEPS = 0.8, 3, 20
+TIMED_S, FEWEST_STEPS, MOST_STEPS = 0.5, 3, 20
 
 
 class AttentionLedger:
@@ -118,7 +118,7 @@ def _training_figures(model, ledger, batch, seqlen, device):
         before_logits, kept = *seen, memory.allocated_bytes()
         loss.backward()
         optimizer.step()
-        loss = loss.item()
+        loss.item()  # waits for the GPU
     attention = ledger.kept_bytes
     ledger.start(None)
     states = (x for state in optimizer.state.values() for x in state.values())
@@ -134,7 +134,7 @@ def _training_figures(model, ledger, batch, seqlen, device):
     params = _sizes(model) | dict(split=split, gradients=bytes_of(x.grad for x in gpt.parameters()))
     yield "training_step", "peak_memory", "bytes", [peak] * 3, params
     rates = [batch * seqlen / seconds for seconds in step_seconds(step)]
-    params = dict(steps=len(rates), first_loss=round(first_loss, 6))
+    params = _sizes(model) | dict(steps=len(rates), first_loss=round(first_loss, 6))
     yield "training_step", "throughput", "tokens/s", quantiles(rates), params
 
 
@@ -146,7 +146,7 @@ def forward_figures(model, call, batch, seqlen, device="cuda", limit_bytes=SMALL
         limit_bytes: what PyTorch may have of the GPU's memory, to see a smaller card; on a CPU it is not held.
 
     Yields:
-        As :func:`training_figures`, inference first: params["gradients"] says which.
+        What :func:`training_figures` does, for inference and then for training.
     """
     device = torch.device(device)
     with _at_most(limit_bytes, device):
@@ -215,11 +215,11 @@ def _at_most(limit_bytes, device):
         yield
         return
     free_memory(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / _total_bytes(device)), device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / _total_bytes(device)), device.index)
     try:
         yield
     finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
 
 
 def _total_bytes(device):

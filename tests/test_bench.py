@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flashattn import attention_reference, bench, flash_attention, goals, tune
+from flashattn import attention_reference, bench, figures, flash_attention, goals, models, tune
 from flashattn.peers import FLEX_WAYS, IMPLEMENTATIONS, PEERS, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
@@ -215,6 +215,173 @@ def test_flex_and_flashattn_mean_the_same_window():
         call = IMPLEMENTATIONS["flex"](SMALL)["default"]
     assert call.func is flex_attention
     torch.testing.assert_close(call(q, k, v), right(SMALL)[""](q, k, v))
+
+
+# ---- Suite model.
+
+TOY = dict(gpt2=models.Model(2, 32, 2, 64), gpt_10b=models.Model(2, 32, 2, 64))
+TOY_SHAPE = Shape(1, 2, 2, 48, 16, True)
+
+
+@pytest.fixture
+def toy_suite(folder, monkeypatch, device):
+    """Make suite model run here, on toy models, timed in no time; return what measures cells and loads rows."""
+    for name, model in TOY.items():
+        monkeypatch.setitem(models.MODELS, name, model)
+    monkeypatch.setattr(models, "TIMED_S", 0)
+    monkeypatch.setattr(models, "FEWEST_STEPS", 1)
+    timed = {False: lambda function: (function(), [1.0, 2.0, 3.0])[1], True: lambda function: [0.1, 0.2, 0.3]}
+    rows_of = functools.partial(bench.model_rows, device=device, timed=timed)
+    monkeypatch.setitem(bench.SUITES, "model", (bench.SUITES["model"][0], rows_of))
+
+    def measure(*cells, resume=False, **kwargs):
+        measured = bench.measure(list(cells), folder / "test_gpu.csv", resume=resume, **kwargs)
+        return measured, bench.load_rows("test_gpu")
+
+    return measure
+
+
+def test_suite_model_has_the_shapes_of_the_articles_tables():
+    cells = bench.suite_cells("model")
+    gpt2 = {cell.shape.seqlen for cell in cells if cell.model == "gpt2"}
+    assert gpt2 >= {1024 * 2**i for i in range(6)}
+    for impl in ("eager", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flashattn"):
+        assert {cell.shape.seqlen for cell in cells if (cell.model, cell.impl) == ("gpt2", impl)} == gpt2
+    assert models.MODELS["gpt2"][:3] == (12, 768, 12)
+    assert {cell.shape for cell in cells if cell.model == "gpt_10b"} == {Shape(1, 32, 32, 6144, 128, True)}
+    alone = {cell.shape for cell in cells if not cell.model}
+    wanted = itertools.product((1, 4, 16), (64, 128, 256, 512, 1024, 2048, 4096), (False, True))
+    assert {(shape.batch, shape.seqlen, shape.causal) for shape in alone} == set(wanted)
+
+
+@pytest.mark.triton
+def test_a_training_step_is_split_into_its_parts(toy_suite, device):
+    cells = [bench.Cell("model", TOY_SHAPE, impl, "gpt2") for impl in ("eager", "flashattn")]
+    measured, rows = toy_suite(*cells)
+    assert measured == cells
+    assert toy_suite(*cells, resume=True)[0] == []
+    table = models.training_table(rows)
+    n_weights = 64 * 32 + 48 * 32 + 2 * (12 * 32 * 32 + 13 * 32) + 2 * 32
+    for cell in table.values():
+        split = cell[48]["split"]
+        assert sum(split.values()) == cell[48]["peak_bytes"] and min(split.values()) >= 0
+        assert split["weights"] == cell[48]["gradients"] == 4 * n_weights
+        assert 0 <= split["optimizer"] - 8 * n_weights < 1000  # two fp32 moments, and step counts
+        assert cell[48]["tokens_per_s"] > 0
+    out = 2 * 2 * 48 * 16
+    scores = 2 * 48 * 48
+    eager, ours = (table[impl][48]["split"] for impl in ("eager", "flashattn"))
+    assert eager["activations"] == ours["activations"] and eager["logits"] == ours["logits"]
+    assert eager["attention"] >= 2 * (out + 2 * scores + 48 * 48)  # P at 2 bytes or more, and the causal mask
+    if device.type == "cpu":  # where nothing is rounded up, and autocast leaves the softmax in bf16
+        assert eager["attention"] == 2 * (out + 2 * scores + 48 * 48)
+        assert 2 * out < ours["attention"] <= 2 * (out + 2 * 4 * 2 * 48)  # out, and up to two fp32 statistics a row
+    losses = [row["params"]["first_loss"] for row in rows if row["metric"] == "throughput"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3) and losses[0] == pytest.approx(math.log(64), abs=0.1)
+    assert all(bench.shape_of(row) == TOY_SHAPE and row["params"]["layers"] == 2 for row in rows)
+
+
+def test_a_forward_pass_is_measured_with_and_without_gradients(toy_suite, device):
+    _, rows = toy_suite(bench.Cell("model", TOY_SHAPE, "eager", "gpt_10b"))
+    inference, training = (row["params"]["split"] for row in rows)
+    assert [row["params"]["gradients"] for row in rows] == [False, True]
+    assert [row["direction"] for row in rows] == ["forward"] * 2
+    assert inference["weights"] == training["weights"] and inference["attention"] == 0
+    kept = 2 * (2 * 48 * 32 + 2 * 2 * 48 * 48 + 48 * 48)
+    assert training["attention"] == kept if device.type == "cpu" else training["attention"] >= kept
+    assert rows[0]["p50"] < rows[1]["p50"] == sum(training.values())
+
+
+def runs_short(shape, error=torch.OutOfMemoryError, after=1):
+    """Return attention that works so many times, and then raises."""
+    calls = itertools.count()
+
+    def call(q, k, v):
+        if next(calls) >= after:
+            raise error("CUDA out of memory. Tried to allocate 9 GiB" if error is torch.OutOfMemoryError else "broken")
+        return right(shape)[""](q, k, v)
+
+    return {"": call}
+
+
+def test_out_of_memory_is_a_row(toy_suite, monkeypatch):
+    monkeypatch.setattr(models, "_total_bytes", lambda device: 10**9)
+    cells = [bench.Cell("model", TOY_SHAPE, "eager", name) for name in ("gpt2", "gpt_10b")]
+    builders = dict(eager=runs_short)
+    measured, rows = toy_suite(*cells, implementations=builders)
+    assert [(row["direction"], row["metric"], row["p50"]) for row in rows] == [
+        ("training_step", "out_of_memory", 10**9),
+        ("forward", "out_of_memory", models.SMALLER_CARD_BYTES),
+        ("forward", "out_of_memory", models.SMALLER_CARD_BYTES),
+    ]
+    first = rows[0]["params"]
+    assert first["layers_done"] == 1 and first["attention"] > 0 and first["model"] == "gpt2"
+    assert models.training_table(rows) == {"eager": {48: {"out_of_memory": 10**9}}}
+    assert toy_suite(*cells, resume=True, implementations=builders)[0] == []
+
+
+def test_another_error_is_reported_and_is_no_row(toy_suite, capsys):
+    builders = dict(eager=functools.partial(runs_short, error=RuntimeError))
+    _, rows = toy_suite(bench.Cell("model", TOY_SHAPE, "eager", "gpt2"), implementations=builders)
+    assert rows == [] and "eager : broken" in capsys.readouterr().out
+
+
+@pytest.mark.triton
+def test_attention_alone_is_timed_in_both_directions_and_in_a_graph(toy_suite):
+    shape = Shape(2, 2, 2, 64, 16, False)
+    cells = [bench.Cell("model", shape, impl) for impl in ("eager", "sdpa_flash", "flashattn")]
+    _, rows = toy_suite(*cells)
+    keys = [(row["impl"], row["direction"], row["metric"], row["params"].get("graph")) for row in rows]
+    for impl in ("eager", "sdpa_flash", "flashattn"):
+        assert [key[1:] for key in keys if key[0] == impl] == [
+            ("forward_backward", "rel_err", None),
+            ("forward", "time", False),
+            ("forward_backward", "time", False),
+            ("forward", "time", True),
+            ("forward_backward", "time", True),
+        ]
+    wanted = dict(batch=2, causal=False, direction="forward")
+    assert models.speed_ratios(rows, "flashattn", graph=False, **wanted) == {64: 1.0}
+    assert models.speed_ratios(rows, "flashattn", graph=True, **wanted | dict(batch=4)) == {}
+
+
+def test_wrong_attention_is_not_timed(toy_suite, capsys):
+    cell = bench.Cell("model", TOY_SHAPE, "eager")
+    builders = dict(eager=lambda shape: {"": lambda q, k, v: right(shape)[""](q, k, v) * 1.1})
+    _, rows = toy_suite(cell, implementations=builders)
+    assert [row["metric"] for row in rows] == ["rel_err"]
+    assert "times the error budget, so not timed" in capsys.readouterr().out
+
+
+def test_a_crossover_lies_between_two_lengths():
+    assert models.crossover({64: 0.5, 128: 0.5, 256: 2.0}) == pytest.approx(128 * 2**0.5)
+    assert models.crossover({64: 2.0, 128: 0.5, 256: 2.0}) == pytest.approx(128 * 2**0.5)
+    assert models.crossover({64: 2.0, 128: 3.0}) == 64
+    assert models.crossover({64: 2.0, 128: 0.9}) is None
+
+
+def test_the_articles_table_stands_beside_ours():
+    ours = {"ours": {1024: dict(peak_bytes=3.21e9, tokens_per_s=45678.0), 8192: dict(out_of_memory=80e9)}}
+    table = figures.article_table(ours, {"article": {1024: (8.2, 1200), 8192: (None, None)}}, "A caption")
+    assert table.header == ["N", "ours, GB", "ours, tokens/s", "article, GB", "article, tokens/s"]
+    assert table.rows == [["1,024", "3.2", "45,678", "8.2", "1,200"], ["8,192", "over 80", "–", "out of memory", "–"]]
+    page = table._repr_html_()
+    assert page.count("<tr>") == 3 and "<caption>A caption</caption>" in page and 'tabindex="0"' in page
+
+
+def test_figures_of_whole_models_say_what_they_show():
+    split = dict(weights=5e8, optimizer=1e9, attention=6e9, activations=1e9, logits=5e8, temporary=1e9)
+    bars = figures.memory_split({"standard": split, "flash": split | dict(attention=1e8)}, {"80 GB": 80e9})
+    assert "standard 10 GB: weights 0.5, optimizer 1, kept by attention 6" in bars.alt and "flash 4.1 GB" in bars.alt
+    speed = figures.crossovers({"forward": {"batch 1": ("flash", "-", {64: 0.5, 128: 2.0})}})
+    assert "forward, batch 1: 0.50 at N=64, 2.00 at N=128" in speed.alt
+    curves = {"eager": ("standard", {5: 3.0, 10: 2.0}), "ours": ("flash", {5: 3.01, 10: 2.0})}
+    losses = figures.training_curves(curves, ("another seed", {5: 3.5, 10: 2.0}), 0.02)
+    assert "from 3.00 to 2.00 nats in 10 steps" in losses.alt and "ours at most 0.01 nats away" in losses.alt
+    both = figures.beside_article(
+        {"GB": {"ours": ("flash", "measured", {1024: 3.2}), "article": ("flash", "article", {1024: 5.1})}}
+    )
+    assert "GB, ours: 3.2 at N=1024; GB, article: 5.1 at N=1024" in both.alt
 
 
 def made_up_row(suite, impl, direction, shape, p50, metric="time", unit="ms", **params):

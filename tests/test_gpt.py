@@ -7,8 +7,9 @@ import statistics
 import pytest
 import torch
 
-from flashattn import attention_reference, gpt, train
+from flashattn import attention_reference, bench, gpt, models, train
 from flashattn.gpt import GPT, next_token_loss
+from flashattn.peers import IMPLEMENTATIONS, Shape, backend
 from flashattn.testing import FACTOR, max_error
 
 SIZES = dict(vocabulary=64, context=48, layers=2, width=32, heads=2)
@@ -19,24 +20,23 @@ def tokens_of(seed=0):
     return torch.randint(64, (2, 41), generator=torch.Generator().manual_seed(seed))
 
 
-def gradients(attention, dtype):
-    """Return the loss and the gradients {parameter: tensor} of one small model, the same for all attentions."""
+def gradients(attention, dtype, device):
+    """Return the gradients {parameter: tensor} of one small model, the same for all attentions."""
     torch.manual_seed(0)
     model = GPT(**SIZES, attention=attention)
     for weight in model.parameters():  # larger than at the start of training, so that attention looks at something
         weight.data.mul_(4)
-    model.to(dtype)
-    tokens = tokens_of()
+    model.to(device, dtype)
+    tokens = tokens_of().to(device)
     loss = next_token_loss(model(tokens[:, :-1]), tokens[:, 1:])
     loss.backward()
-    return loss.item(), {name: weight.grad for name, weight in model.named_parameters()}
+    return {name: weight.grad for name, weight in model.named_parameters()}
 
 
-def worst_share(attention, dtype):
+def worst_share(attention, dtype, device="cpu"):
     """Return the largest error of a gradient over its budget, as ``error_budget`` makes it, for a whole model."""
-    _, truth = gradients("eager", torch.float64)
-    _, eager = gradients("eager", dtype)
-    _, found = gradients(attention, dtype)
+    truth = gradients("eager", torch.float64, device)
+    eager, found = (gradients(name, dtype, device) for name in ("eager", attention))
     shares = []
     for name, expected in truth.items():
         budget = FACTOR["dq"] * max_error(eager[name], expected) + torch.finfo(dtype).eps * expected.abs().max().item()
@@ -58,8 +58,8 @@ def gradient_of_k_lost(q, k, v):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
-def test_gradients_are_within_the_budget_of_eagers(dtype):
-    assert worst_share("flashattn", dtype) <= 1
+def test_gradients_are_within_the_budget_of_eagers(dtype, device):
+    assert worst_share("flashattn", dtype, device) <= 1
 
 
 def test_gradients_of_sdpa_are_too():
@@ -68,7 +68,7 @@ def test_gradients_of_sdpa_are_too():
 
 # 1 % is less than three roundings of bf16: there a whole model cannot tell.
 WRONG = [(off_by_one_key, torch.float32), (one_percent_less, torch.float32), (gradient_of_k_lost, torch.float32)]
-WRONG += [(off_by_one_key, torch.bfloat16), (gradient_of_k_lost, torch.bfloat16)]
+WRONG += [(one_percent_less, torch.float16), (off_by_one_key, torch.bfloat16), (gradient_of_k_lost, torch.bfloat16)]
 
 
 @pytest.mark.parametrize("wrong, dtype", WRONG)
@@ -77,10 +77,11 @@ def test_that_budget_fails_what_is_wrong(wrong, dtype):
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa_flash", pytest.param("flashattn", marks=pytest.mark.triton)])
-def test_a_later_token_changes_no_earlier_score(attention):
+def test_a_later_token_changes_no_earlier_score(attention, device):
+    device = device if attention == "flashattn" else "cpu"
     torch.manual_seed(0)
-    model = GPT(**SIZES, attention=attention)
-    tokens = tokens_of()
+    model = GPT(**SIZES, attention=attention).to(device)
+    tokens = tokens_of().to(device)
     changed = tokens.clone()
     changed[:, 20] = (changed[:, 20] + 1) % 64
     before, after = model(tokens), model(changed)
@@ -128,12 +129,13 @@ def test_training_learns_and_the_same_seed_gives_the_same_run():
 
 
 @pytest.mark.triton
-def test_a_training_run_is_recorded(tmp_path, monkeypatch, capsys):
-    """sdpa_cudnn does not run on a CPU: that one is reported, and does not end the others."""
+def test_a_training_run_is_recorded(tmp_path, monkeypatch, capsys, device):
+    """sdpa_cudnn does not know fp32 nor a CPU: that one is reported, and does not end the others."""
     monkeypatch.setattr(train, "DATA", tmp_path)
     assert train.load_training() == []
-    impls = ("eager", "sdpa_flash", "sdpa_cudnn", "flashattn")
-    train.record(tmp_path / "training.csv", "cpu", TINY, impls=impls, test_every=3)
+    sdpa = "sdpa_flash" if device.type == "cpu" else "sdpa_efficient"
+    impls = ("eager", sdpa, "sdpa_cudnn", "flashattn")
+    train.record(tmp_path / "training.csv", device, TINY, impls=impls, test_every=3)
     printed = capsys.readouterr().out
     assert "sdpa_cudnn: RuntimeError" in printed and "flashattn seed 0: " in printed
     rows = train.load_training()
@@ -141,9 +143,9 @@ def test_a_training_run_is_recorded(tmp_path, monkeypatch, capsys):
     assert {row["metric"] for row in rows} == {"loss", "test_loss", "peak_memory", "throughput"}
     assert {(row["layers"], row["width"], row["seqlen"], row["dtype"]) for row in rows} == {(1, 32, 16, "fp32")}
     curves = train.loss_curves(rows)
-    assert set(curves) == {("eager", 0), ("sdpa_flash", 0), ("flashattn", 0), ("eager", 1)}
-    expected = statistics.fmean(gpt.train("eager", **TINY).losses[:5])
-    assert curves["eager", 0] == {5: pytest.approx(expected, rel=1e-6)}
+    assert set(curves) == {("eager", 0), (sdpa, 0), ("flashattn", 0), ("eager", 1)}
+    expected = statistics.fmean(gpt.train("eager", device=device, **TINY).losses[:5])
+    assert curves["eager", 0] == {5: pytest.approx(expected, rel=1e-5)}
     assert train.curve_distance(curves["flashattn", 0], curves["eager", 0]) < 1e-4
     assert train.curve_distance(curves["eager", 1], curves["eager", 0]) > 1e-3
     assert list(train.loss_curves(rows, "test_loss")["flashattn", 0]) == [3, 6]
@@ -172,7 +174,32 @@ def test_without_a_gpu_the_command_says_so():
 @pytest.mark.gpu
 @pytest.mark.parametrize("attention", ["sdpa_flash", "flashattn"])
 def test_training_in_bf16_on_a_gpu_follows_eager(attention):
+    """A tenth of what another seed changes; on a CPU it is less than a hundredth."""
     run = functools.partial(gpt.train, device="cuda", dtype=torch.bfloat16, **train.LAPTOP | dict(heads=2, seqlen=128))
-    ours, eager = run(attention), run("eager")
-    assert max(abs(a - b) for a, b in zip(ours.losses, eager.losses, strict=True)) < 0.05
-    assert ours.peak_bytes > 0 and ours.losses[-1] < 4
+    ours, eager, other = (train.mean_losses(x.losses, 1) for x in (run(attention), run("eager"), run("eager", seed=1)))
+    assert train.curve_distance(ours, eager) < train.curve_distance(other, eager) / 10
+    assert run(attention).peak_bytes > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("impl", ["eager", "sdpa_flash", "flashattn"])
+def test_attention_alone_is_timed_on_a_gpu(impl):
+    cell = bench.Cell("model", Shape(1, 4, 4, 128, 64, True), impl)
+    with backend(impl):
+        rows = list(bench.model_rows(cell, IMPLEMENTATIONS[impl]))
+    times = {(row["direction"], row["params"]): float(row["p50"]) for row in rows if row["metric"] == "time"}
+    assert len(times) == 4 and all(0 < ms < 10 for ms in times.values())
+    assert times["forward", '{"graph": true}'] < times["forward_backward", '{"graph": true}']
+
+
+@pytest.mark.gpu
+def test_a_gpu_model_runs_out_of_what_it_may_have_and_goes_on():
+    model = models.Model(2, 512, 8, 1000)
+    call = gpt.causal_attention("eager", 8, 4096, 64)
+    rows = list(models.forward_figures(model, call, 1, 4096, limit_bytes=600 * 10**6))
+    assert [row[1] for row in rows] == ["out_of_memory"] * 2
+    rows = list(models.training_figures(model, call, 1, 4096))
+    assert [row[1] for row in rows] == ["peak_memory", "throughput"]
+    split = rows[0][-1]["split"]
+    scores = 2 * 8 * 4096**2  # P in fp32, as autocast computes it, and again in bf16 for the product with V
+    assert 6 * scores < split["attention"] < 7 * scores and min(split.values()) >= 0
