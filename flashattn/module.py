@@ -138,7 +138,8 @@ class FlashAttention(nn.Module):
         if key_padding_mask is None:
             out = flash_attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
         else:
-            out = _attend_packed(q, k, v, key_padding_mask, key is query, options)
+            query_is_padding = key_padding_mask if key is query else None
+            out = attend_packed(q, k, v, key_padding_mask, query_is_padding, options)
         return self.out_proj((out if self.batch_first else out.transpose(0, 1)).flatten(2))
 
     def _project(self, query, key, value):
@@ -275,27 +276,33 @@ def _copy_weights(source, target):
     return target.train(source.training)
 
 
-def _attend_packed(q, k, v, is_padding, is_self, options):
+def attend_packed(q, k, v, is_padding, query_is_padding, options):
     """Attend with the padded tokens moved behind the others, where flash_attention_varlen gives 0 and reads nothing.
 
-    q, k, v and what is returned: (batch, seqlen, heads, head_dim).
+    q, k, v and what is returned: (batch, seqlen, heads, head_dim). is_padding: (batch, seqlen_k). query_is_padding:
+    (batch, seqlen_q), or None where every query is to see the keys; then which query is which is lost on the mask, and
+    options may have neither causal nor window.
     """
-    # Where each token goes. A sum over the whole batch, not nonzero(): that would make the host wait for the GPU.
-    lengths = (~is_padding).sum(1)
-    flat = is_padding.flatten()
-    packed_row = torch.where(flat, lengths.sum() + flat.cumsum(0), (~flat).cumsum(0)) - 1
-    cu_seqlens_k = F.pad(lengths.cumsum(0), (1, 0))
+    row_k, cu_seqlens_k = _packing(is_padding)
     # Rows are moved by writing them where they go: its gradient is a read, without atomic adds.
-    k, v = (_move_rows(x.flatten(0, 1), packed_row) for x in (k, v))
-    if not is_self:
-        cu_seqlens_q = torch.arange(len(q) + 1, device=q.device) * q.shape[1]
-        return flash_attention_varlen(q.flatten(0, 1), k, v, cu_seqlens_q, cu_seqlens_k, **options).unflatten(
-            0, q.shape[:2]
-        )
-    tokens = _move_rows(q.flatten(0, 1), packed_row)
-    out = flash_attention_varlen(tokens, k, v, cu_seqlens_k, cu_seqlens_k, **options)
-    original_row = _move_rows(torch.arange(len(flat), device=flat.device), packed_row)
-    return _move_rows(out, original_row).unflatten(0, q.shape[:2])
+    k, v = (_move_rows(x.flatten(0, 1), row_k) for x in (k, v))
+    q, shape = q.flatten(0, 1), q.shape[:2]
+    if query_is_padding is None:
+        cu_seqlens_q = torch.arange(shape[0] + 1, device=q.device) * shape[1]
+        return flash_attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, **options).unflatten(0, shape)
+    same = query_is_padding is is_padding
+    row_q, cu_seqlens_q = (row_k, cu_seqlens_k) if same else _packing(query_is_padding)
+    out = flash_attention_varlen(_move_rows(q, row_q), k, v, cu_seqlens_q, cu_seqlens_k, **options)
+    original_row = _move_rows(torch.arange(len(row_q), device=q.device), row_q)
+    return _move_rows(out, original_row).unflatten(0, shape)
+
+
+def _packing(is_padding):
+    """Return where each token goes, tokens first and padding behind them, and the offsets of the sequences."""
+    # Sums over the whole batch, not nonzero(): that would make the host wait for the GPU.
+    lengths, flat = (~is_padding).sum(1), is_padding.flatten()
+    row = torch.where(flat, lengths.sum() + flat.cumsum(0), (~flat).cumsum(0)) - 1
+    return row, F.pad(lengths.cumsum(0), (1, 0))
 
 
 def _move_rows(x, where):

@@ -1,0 +1,1 @@
+"""The package inside other libraries; each module needs the library it is named after, and none is imported unasked."""
