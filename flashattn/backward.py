@@ -1,4 +1,4 @@
-"""The backward kernels and their launcher: delta, then dK and dV, then dQ. Chapter 6 derives and explains them.
+"""The backward kernels and their launcher: dQ and delta, then dK and dV. Chapter 6 derives and explains them.
 
 Every element of every gradient is written by one program that adds in a fixed order, so the result is the same to
 the bit each time. The price is that each tile of probabilities is recomputed twice: seven matrix products in all.
@@ -22,6 +22,7 @@ from .primitives import (
     locate_block,
     loop_bounds,
     round_to,
+    rows_are_regular,
     rows_to_load,
     score_factors,
     score_mask,
@@ -32,57 +33,32 @@ from .primitives import (
 )
 
 
-@triton.jit(do_not_specialize=SIZES)
-def _attn_bwd_delta_kernel(
-    out_ptr, do_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_om, stride_od,
-    stride_dob, stride_doh, stride_dom, stride_dod,
-    n_heads, seqlen_q,
-    HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Compute delta = rowsum(dO * O) for BLOCK_M rows of one head.
+@triton.jit
+def _load_stat(desc, batch, head, start, ptr, row, offs_m, seqlen_q, OTHER: tl.constexpr):
+    """Load one number for each of BLOCK_M rows, of which the first is start; OTHER where they are given nowhere.
 
-    Grid: (batch * n_heads * ceil(seqlen_q / BLOCK_M),). Reads its rows of out and do; writes delta.
-    Source: Dao 2023 (FlashAttention-2), algorithm 2, line 4.
+    row is where the numbers of this head begin. Rows that do not exist get any value. OTHER changes nothing: p is 0
+    for an infinite lse, x - 0 and x + -0 are x, and the compiler drops both.
     """
-    batch, head, _, _, _, start_m = locate_block(None, None, seqlen_q, n_heads, BLOCK_M, LAST_FIRST=False)
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    out_ptr += batch * stride_ob + head * stride_oh
-    do_ptr += batch * stride_dob + head * stride_doh
-
-    out = load_tile(out_ptr, offs_m, offs_dv, stride_om, stride_od, seqlen_q, HEAD_DIM_V)
-    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q, HEAD_DIM_V)
-    # The diagonal of dO O^T adds in the same order as dP = dO V^T. A row that sees one key has O = V, so dP - delta is
-    # exactly 0 there, as it must be; a plain sum leaves the rounding of numbers the size of dO V.
-    diagonal = tl.arange(0, BLOCK_M)[:, None] == tl.arange(0, BLOCK_M)[None, :]
-    delta = tl.sum(tl.where(diagonal, dot(do, tl.trans(out)), 0.0), axis=1)
-    tl.store(delta_ptr + stats_row(batch, head, n_heads, seqlen_q) + offs_m, delta, mask=offs_m < seqlen_q)
+    if desc is not None:
+        x = tl.reshape(desc.load([batch.to(tl.int32), head.to(tl.int32), start]), offs_m.shape)
+    elif ptr is not None:
+        x = tl.load(ptr + row + offs_m, mask=offs_m < seqlen_q, other=OTHER)
+    else:
+        x = tl.full(offs_m.shape, OTHER, tl.float32)
+    return x
 
 
 @triton.jit
-def _load_row_stats(
-    lse_log2_desc, delta_desc, batch, head, start, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, row, offs_m, seqlen_q
-):
-    """Load the base-2 lse, what it lost in rounding, delta and dlse of BLOCK_M rows, of which the first is start.
+def _delta_of(out, do):
+    """Return delta = rowsum(dO * O) of a tile of rows, as the diagonal of dO O^T.
 
-    lse is infinite for a row that sees no key, which makes its p = 0. Rows that do not exist get any value.
+    The product adds in the same order as dP = dO V^T. A row that sees one key has O = V, so dP - delta is exactly 0
+    there, as it must be; a plain sum leaves the rounding of numbers the size of dO V.
+    Source: Dao 2023 (FlashAttention-2), algorithm 2, line 4.
     """
-    mask_m = offs_m < seqlen_q
-    if lse_log2_desc is not None:
-        head_and_row = [batch.to(tl.int32), head.to(tl.int32), start]
-        lse_log2 = tl.reshape(lse_log2_desc.load(head_and_row), offs_m.shape)
-        delta = tl.reshape(delta_desc.load(head_and_row), offs_m.shape)
-    else:
-        lse_log2 = tl.load(lse_log2_ptr + row + offs_m, mask=mask_m, other=float("inf"))
-        delta = tl.load(delta_ptr + row + offs_m, mask=mask_m, other=0.0)
-    lse_low = tl.full(offs_m.shape, 0.0, tl.float32)  # x - 0 and x + -0 are x, and the compiler drops them
-    dlse = tl.full(offs_m.shape, -0.0, tl.float32)
-    if lse_low_ptr is not None:
-        lse_low = tl.load(lse_low_ptr + row + offs_m, mask=mask_m, other=0.0)
-    if dlse_ptr is not None:
-        dlse = tl.load(dlse_ptr + row + offs_m, mask=mask_m, other=0.0)
-    return lse_log2, lse_low, delta, dlse
+    rows = tl.arange(0, out.shape[0])
+    return tl.sum(tl.where(rows[:, None] == rows[None, :], dot(do, tl.trans(out)), 0.0), axis=1)
 
 
 @triton.jit
@@ -110,6 +86,80 @@ def _recompute_p_ds(
         p = tl.where(visible, p, 0.0)
         ds = tl.where(visible, ds, 0.0)
     return p, ds
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attn_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, bias_ptr, lse_log2_ptr, lse_low_ptr, dlse_ptr, dq_ptr, delta_ptr,
+    cu_seqlens_q_ptr, cu_seqlens_k_ptr, k_desc, v_desc,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_ob, stride_oh, stride_om, stride_od,
+    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    n_heads, group, n_sequences, seqlen_q, seqlen_k, window_left, window_right, scale, score_scale, cap_log2,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """Compute BLOCK_M rows of dQ, and of the delta that the other kernel needs, for one sequence and one head.
+
+    Grid: that of the forward kernel. Reads its rows of q, out and do once and every visible key and value once; writes
+    its rows of dq and delta.
+    Source: Dao 2023 (FlashAttention-2), algorithm 2, the line for dQ, in a loop over key blocks of its own.
+    """
+    batch, head, sequence, row_q, length_q, start_m = locate_block(
+        cu_seqlens_q_ptr, n_sequences, seqlen_q, n_heads, BLOCK_M, LAST_FIRST=True
+    )
+    row_k, length_k = sequence_rows(cu_seqlens_k_ptr, sequence, n_sequences, seqlen_k)
+    head_kv = head // group
+    q_ptr += batch * stride_qb + head * stride_qh + row_q * stride_qm
+    k_ptr += batch * stride_kb + head_kv * stride_kh + row_k * stride_kn
+    v_ptr += batch * stride_vb + head_kv * stride_vh + row_k * stride_vn
+    out_ptr += batch * stride_ob + head * stride_oh + row_q * stride_om
+    do_ptr += batch * stride_dob + head * stride_doh + row_q * stride_dom
+    dq_ptr += batch * stride_dqb + head * stride_dqh + row_q * stride_dqm
+    if bias_ptr is not None:
+        bias_ptr += batch * stride_bias_b + head * stride_bias_h
+
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_dv = tl.arange(0, BLOCK_DV)
+
+    q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, length_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
+    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, length_q, HEAD_DIM_V)  # (BLOCK_M, BLOCK_DV)
+    out = load_tile(out_ptr, offs_m, offs_dv, stride_om, stride_od, length_q, HEAD_DIM_V)  # (BLOCK_M, BLOCK_DV)
+    delta = _delta_of(out, do)
+    row = stats_row(batch, head, n_heads, seqlen_q) + row_q
+    tl.store(delta_ptr + row + offs_m, delta, mask=offs_m < length_q)
+    lse_log2 = _load_stat(None, batch, head, start_m, lse_log2_ptr, row, offs_m, length_q, float("inf"))
+    lse_low = _load_stat(None, batch, head, start_m, lse_low_ptr, row, offs_m, length_q, 0.0)
+    dlse = _load_stat(None, batch, head, start_m, dlse_ptr, row, offs_m, length_q, -0.0)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+
+    # Invariant, over the keys seen so far: dq = dS K (without the scale).
+    begin, full_begin, full_end, end = loop_bounds(
+        start_m, length_k, length_k - length_q, window_left, window_right, BLOCK_M, BLOCK_N
+    )
+    for start_n in tl.range(begin, end, BLOCK_N):
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        rows_n = rows_to_load(offs_n, start_m, length_q, length_k, window_left, window_right, BLOCK_M)
+        k = load_rows(  # (BLOCK_N, BLOCK_D)
+            k_desc, batch, head_kv, start_n, k_ptr, rows_n, offs_d, stride_kn, stride_kd, length_k, HEAD_DIM
+        )
+        v = load_rows(  # (BLOCK_N, BLOCK_DV)
+            v_desc, batch, head_kv, start_n, v_ptr, rows_n, offs_dv, stride_vn, stride_vd, length_k, HEAD_DIM_V
+        )
+        _, ds = _recompute_p_ds(  # (BLOCK_M, BLOCK_N)
+            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr,
+            offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n,
+            length_q, length_k, window_left, window_right, score_scale, cap_log2,
+            (start_n < full_begin) | (start_n >= full_end),
+        )  # fmt: skip
+        dq = dot(round_to(ds, k.dtype), k, dq)
+
+    store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, length_q, HEAD_DIM)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -175,10 +225,13 @@ def _attn_bwd_dkdv_kernel(
                 do_desc, batch, head, start_m,
                 do_ptr + head * stride_doh, offs_m, offs_dv, stride_dom, stride_dod, length_q, HEAD_DIM_V,
             )  # fmt: skip
-            lse_log2, lse_low, delta, dlse = _load_row_stats(
-                lse_log2_desc, delta_desc, batch, head, start_m, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
-                stats_row(batch, head, n_heads, seqlen_q) + row_q, offs_m, length_q,
-            )  # fmt: skip
+            row = stats_row(batch, head, n_heads, seqlen_q) + row_q
+            lse_log2 = _load_stat(
+                lse_log2_desc, batch, head, start_m, lse_log2_ptr, row, offs_m, length_q, float("inf")
+            )
+            lse_low = _load_stat(None, batch, head, start_m, lse_low_ptr, row, offs_m, length_q, 0.0)
+            delta = _load_stat(delta_desc, batch, head, start_m, delta_ptr, row, offs_m, length_q, 0.0)
+            dlse = _load_stat(None, batch, head, start_m, dlse_ptr, row, offs_m, length_q, -0.0)
             p_t, ds_t = _recompute_p_ds(  # (BLOCK_N, BLOCK_M)
                 k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :], head_bias_ptr,
                 offs_m[None, :], offs_n[:, None], stride_bias_m, stride_bias_n,
@@ -190,75 +243,6 @@ def _attn_bwd_dkdv_kernel(
 
     store_tile(dk_ptr, dk * scale, offs_n, offs_d, stride_dkn, stride_dkd, length_k, HEAD_DIM)
     store_tile(dv_ptr, dv, offs_n, offs_dv, stride_dvn, stride_dvd, length_k, HEAD_DIM_V)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def _attn_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, bias_ptr, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, dq_ptr,
-    cu_seqlens_q_ptr, cu_seqlens_k_ptr, k_desc, v_desc,
-    stride_qb, stride_qh, stride_qm, stride_qd,
-    stride_kb, stride_kh, stride_kn, stride_kd,
-    stride_vb, stride_vh, stride_vn, stride_vd,
-    stride_bias_b, stride_bias_h, stride_bias_m, stride_bias_n,
-    stride_dob, stride_doh, stride_dom, stride_dod,
-    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
-    n_heads, group, n_sequences, seqlen_q, seqlen_k, window_left, window_right, scale, score_scale, cap_log2,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-):  # fmt: skip
-    """Compute BLOCK_M rows of dQ for one sequence and one head.
-
-    Grid: that of the forward kernel. Reads its rows of q and do once and every visible key and value once; writes its
-    rows of dq.
-    Source: Dao 2023 (FlashAttention-2), algorithm 2, the line for dQ, in a loop over key blocks of its own.
-    """
-    batch, head, sequence, row_q, length_q, start_m = locate_block(
-        cu_seqlens_q_ptr, n_sequences, seqlen_q, n_heads, BLOCK_M, LAST_FIRST=True
-    )
-    row_k, length_k = sequence_rows(cu_seqlens_k_ptr, sequence, n_sequences, seqlen_k)
-    head_kv = head // group
-    q_ptr += batch * stride_qb + head * stride_qh + row_q * stride_qm
-    k_ptr += batch * stride_kb + head_kv * stride_kh + row_k * stride_kn
-    v_ptr += batch * stride_vb + head_kv * stride_vh + row_k * stride_vn
-    do_ptr += batch * stride_dob + head * stride_doh + row_q * stride_dom
-    dq_ptr += batch * stride_dqb + head * stride_dqh + row_q * stride_dqm
-    if bias_ptr is not None:
-        bias_ptr += batch * stride_bias_b + head * stride_bias_h
-
-    offs_m = start_m + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-
-    q = load_tile(q_ptr, offs_m, offs_d, stride_qm, stride_qd, length_q, HEAD_DIM)  # (BLOCK_M, BLOCK_D)
-    do = load_tile(do_ptr, offs_m, offs_dv, stride_dom, stride_dod, length_q, HEAD_DIM_V)  # (BLOCK_M, BLOCK_DV)
-    lse_log2, lse_low, delta, dlse = _load_row_stats(
-        None, None, batch, head, start_m, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
-        stats_row(batch, head, n_heads, seqlen_q) + row_q, offs_m, length_q,
-    )  # fmt: skip
-    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
-
-    # Invariant, over the keys seen so far: dq = dS K (without the scale).
-    begin, full_begin, full_end, end = loop_bounds(
-        start_m, length_k, length_k - length_q, window_left, window_right, BLOCK_M, BLOCK_N
-    )
-    for start_n in tl.range(begin, end, BLOCK_N):
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        rows_n = rows_to_load(offs_n, start_m, length_q, length_k, window_left, window_right, BLOCK_M)
-        k = load_rows(  # (BLOCK_N, BLOCK_D)
-            k_desc, batch, head_kv, start_n, k_ptr, rows_n, offs_d, stride_kn, stride_kd, length_k, HEAD_DIM
-        )
-        v = load_rows(  # (BLOCK_N, BLOCK_DV)
-            v_desc, batch, head_kv, start_n, v_ptr, rows_n, offs_dv, stride_vn, stride_vd, length_k, HEAD_DIM_V
-        )
-        _, ds = _recompute_p_ds(  # (BLOCK_M, BLOCK_N)
-            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None], bias_ptr,
-            offs_m[:, None], offs_n[None, :], stride_bias_m, stride_bias_n,
-            length_q, length_k, window_left, window_right, score_scale, cap_log2,
-            (start_n < full_begin) | (start_n >= full_end),
-        )  # fmt: skip
-        dq = dot(round_to(ds, k.dtype), k, dq)
-
-    store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, length_q, HEAD_DIM)
 
 
 def attn_backward(
@@ -275,10 +259,7 @@ def attn_backward(
 
 
 def _decide_backward(tensors, scale, softcap, window_left, window_right):
-    """Return the launches of a backward pass: delta, then dK and dV, then dQ. Those with nothing to write are left out.
-
-    The last two take the same numbers but for the strides of their results.
-    """
+    """Return the launches of a backward pass: dQ and delta, then dK and dV. One with nothing to write is left out."""
     q, k, v, do, bias, out, *_, dq, dk, dv, cu_seqlens_q, _ = tensors.values()
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
@@ -291,20 +272,21 @@ def _decide_backward(tensors, scale, softcap, window_left, window_right):
     launches = []
 
     def blocks(direction):
-        return block_config(direction, head_dim, head_dim_v, q.dtype, target, causal=window_right is not None)
+        causal, regular = window_right is not None, rows_are_regular(q, k, v, do, out)
+        return block_config(direction, head_dim, head_dim_v, q.dtype, target, causal=causal, regular=regular)
 
     def fit(*streamed):
         return boxes_pay(q, k) and boxes_fit(target, streamed, bias, *sequences)
 
-    if out.numel():
-        cfg = blocks("delta")
+    if dq.numel():
+        cfg = blocks("dq")
+        boxes = dict(k=(1, 1, cfg.block_n, cfg.block_d), v=(1, 1, cfg.block_n, cfg.block_dv))
         launches.append(Launch(
-            _attn_bwd_delta_kernel,
-            grid=grid_blocks(batch, n_heads, seqlen_q, cfg.block_m),
-            boxes={},
-            numbers=(*out.stride(), *do.stride(), n_heads, seqlen_q),
-            constants=dict(HEAD_DIM_V=head_dim_v)
-            | {name: value for name, value in cfg.launch().items() if name not in ("BLOCK_N", "BLOCK_D")},
+            _attn_bwd_dq_kernel,
+            grid=grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),
+            boxes=boxes if fit(k, v) else {},
+            numbers=(*strides, *out.stride(), *dq.stride(), *sizes, *factors),
+            constants=dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v) | cfg.launch(),
         ))  # fmt: skip
     if dk.numel():
         cfg = blocks("dkdv")
@@ -316,16 +298,6 @@ def _decide_backward(tensors, scale, softcap, window_left, window_right):
             # Boxes of 16 row statistics, 64 bytes, Triton 3.6 puts where no copy can write.
             boxes=boxes if cfg.block_m >= 32 and fit(q, do) else {},
             numbers=(*strides, *dk.stride(), *dv.stride(), *sizes, *factors),
-            constants=dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v) | cfg.launch(),
-        ))  # fmt: skip
-    if dq.numel():
-        cfg = blocks("dq")
-        boxes = dict(k=(1, 1, cfg.block_n, cfg.block_d), v=(1, 1, cfg.block_n, cfg.block_dv))
-        launches.append(Launch(
-            _attn_bwd_dq_kernel,
-            grid=grid_blocks(batch, n_heads, seqlen_q, cfg.block_m, n_sequences),
-            boxes=boxes if fit(k, v) else {},
-            numbers=(*strides, *dq.stride(), *sizes, *factors),
             constants=dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim_v) | cfg.launch(),
         ))  # fmt: skip
     return launches

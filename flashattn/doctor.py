@@ -201,7 +201,7 @@ def plan(batch, heads, heads_kv, seqlen, head_dim, dtype, causal, target):
         :class:`flashattn.configs.BlockConfig`, ``programs`` (the size of the grid) and ``why``.
     """
     rows = []
-    for kernel in ("forward", "delta", "dkdv", "dq"):
+    for kernel in ("forward", "dq", "dkdv"):
         cfg = block_config(kernel, head_dim, head_dim, DTYPES[dtype], target, causal=causal)
         n_heads, block = (heads_kv, cfg.block_n) if kernel == "dkdv" else (heads, cfg.block_m)
         programs = batch * n_heads * -(-seqlen // block)
@@ -217,7 +217,7 @@ def _why(kernel, dtype, target):
         return f"small blocks on the ordinary cores, which multiply fp32 in full ({shared})"
     if target.matrix_units == "none":
         return f"small blocks on the ordinary cores: no matrix units are used on {target.name} ({shared})"
-    if target.shared_bytes < TRIED_WITH.get(target.matrix_units, 0) and kernel != "delta":
+    if target.shared_bytes < TRIED_WITH.get(target.matrix_units, 0):
         return f"small blocks on the matrix units ({target.matrix_units}): there is little room, {shared}"
     return f"blocks for the matrix units ({target.matrix_units}) that fit {shared}"
 
@@ -341,7 +341,7 @@ def as_text(report):
     lines += ["What would run: " + ", ".join(f"{name} {value}" for name, value in request.items())]
     lines += [f"  {'call':<14}{_call(found, request['dtype'])}"]
     for row in rows:
-        blocks = f"{row['block_m']} queries" + ("" if row["kernel"] == "delta" else f" x {row['block_n']} keys")
+        blocks = f"{row['block_m']} queries x {row['block_n']} keys"
         schedule = f"warps {row['num_warps']}, stages {row['num_stages']}, programs {row['programs']}"
         lines += [f"  {row['kernel']:<14}{blocks:<23}{schedule}"]
     lines += [f"  {'why':<14}{why}" for why in dict.fromkeys(row["why"] for row in rows)]

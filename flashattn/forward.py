@@ -22,6 +22,7 @@ from .primitives import (
     online_softmax_update,
     round_to,
     row_has_key,
+    rows_are_regular,
     rows_to_load,
     score_factors,
     score_mask,
@@ -153,7 +154,8 @@ def _decide_forward(tensors, scale, softcap, window_left, window_right):
         return []
     n_sequences = None if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     target = target_of(q.device)
-    cfg = block_config("forward", head_dim, head_dim_v, q.dtype, target, causal=window_right is not None)
+    causal, regular = window_right is not None, rows_are_regular(q, k, v)
+    cfg = block_config("forward", head_dim, head_dim_v, q.dtype, target, causal=causal, regular=regular)
     sequences = (n_sequences, seqlen_k - seqlen_q, window_left, window_right)
     fit = boxes_pay(q, k) and boxes_fit(target, (k, v), bias, *sequences)
     numbers = (

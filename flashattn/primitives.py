@@ -60,20 +60,28 @@ def load_rows(
         return load_tile(ptr, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM)
 
 
+def rows_are_regular(*tensors):
+    """Say whether in these (batch, heads, seqlen, head_dim) tensors rows have no gaps and begin at 16-byte steps.
+
+    Between rows, between heads and between batch entries there must be a multiple of 16 bytes, and not 0.
+    """
+    return all(
+        x.stride(3) == 1 and x.data_ptr() % 16 == 0
+        and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+        for x in tensors
+    )  # fmt: skip
+
+
 def boxes_fit(target, tensors, bias, n_sequences, shift, window_left, window_right):
     """Say whether all tiles of these (batch, heads, seqlen, head_dim) tensors can be loaded as boxes.
 
-    The hardware wants 16-byte steps between rows, heads and batch entries and no gaps inside a row. A box ends only
-    where the tensor ends: packed sequences, and keys that no query sees, need the rows picked one by one.
+    The hardware wants regular rows. A box ends only where the tensor ends: packed sequences, and keys that no query
+    sees, need the rows picked one by one.
     """
     every_key_is_seen = (window_left is None or window_left >= shift) and (window_right is None or window_right >= 0)
     if not target.has_boxes or bias is not None or n_sequences is not None or not every_key_is_seen:
         return False
-    return all(
-        x.element_size() == 2 and x.stride(3) == 1 and x.numel() > 0 and x.data_ptr() % 16 == 0
-        and all(stride > 0 and stride % 8 == 0 for stride in x.stride()[:3])
-        for x in tensors
-    )  # fmt: skip
+    return rows_are_regular(*tensors) and all(x.element_size() == 2 and x.numel() > 0 for x in tensors)
 
 
 def boxes_pay(q, k):

@@ -37,9 +37,8 @@ from flashattn.primitives import SIZES
 
 KERNELS = {
     "forward": forward._attn_fwd_kernel,
-    "delta": backward._attn_bwd_delta_kernel,
-    "dkdv": backward._attn_bwd_dkdv_kernel,
     "dq": backward._attn_bwd_dq_kernel,
+    "dkdv": backward._attn_bwd_dkdv_kernel,
 }
 TABLE = Path(configs.__file__).parent / "data" / "targets.csv"
 OLD = triton.__version__ < "3.6"  # the linker for AMD comes with Triton from 3.6 on
@@ -163,10 +162,8 @@ def product(dtypes=("float16", "bfloat16", "float32")):
         if not (target == "sm_75" and dtype == "bfloat16") and not (target == "gfx942" and OLD)
         for head_dim in (64, 128, 256)
         for direction in KERNELS
-        for causal in ((False,) if direction == "delta" else (False, True))
-        for extras in (
-            [[], ["rows"]] if TARGETS[target].has_boxes and dtype != "float32" and direction != "delta" else [[]]
-        )
+        for causal in (False, True)
+        for extras in ([[], ["rows"]] if TARGETS[target].has_boxes and dtype != "float32" else [[]])
     ]
 
 

@@ -4,9 +4,8 @@ from importlib import import_module
 
 KERNELS = (
     "flashattn.forward._attn_fwd_kernel",
-    "flashattn.backward._attn_bwd_delta_kernel",
-    "flashattn.backward._attn_bwd_dkdv_kernel",
     "flashattn.backward._attn_bwd_dq_kernel",
+    "flashattn.backward._attn_bwd_dkdv_kernel",
 )
 
 

@@ -18,7 +18,7 @@ from flashattn.configs import INTERPRETER, TARGETS, BlockConfig, Target, block_c
 from flashattn.notebook import HAS_GPU
 from flashattn.testing import DTYPES, Case
 
-KERNELS = ["forward", "delta", "dkdv", "dq"]
+KERNELS = ["forward", "dq", "dkdv"]
 ON_GPU = dict(
     flashattn="0.1.0", python="3.12.0", system="Linux", machine="x86_64", torch="2.11.0+cu130", torch_build="CUDA",
     torch_toolkit="13.0", triton="3.6.0", triton_file=None, triton_of_torch="3.6.0", numpy="2.3.5",
@@ -197,7 +197,7 @@ def test_plan(name, dtype, causal):
 
 def test_plan_elsewhere():
     small = doctor.plan(1, 1, 1, 64, 64, "fp16", False, Target("sm_99", "mma", 49152))
-    assert ["little room, 48 KiB" in row["why"] for row in small] == [True, False, True, True]
+    assert all("little room, 48 KiB" in row["why"] for row in small)
     assert all("interpreter" in row["why"] for row in doctor.plan(1, 1, 1, 64, 64, "fp16", False, INTERPRETER))
 
 
@@ -210,13 +210,12 @@ def test_plan_is_what_runs(device, monkeypatch):
     planned = doctor.plan(1, 4, 2, 70, 16, "fp16", True, target_of(q.device))
     names = ("programs", "block_m", "block_n", "num_warps", "num_stages")
     planned = [[row[name] for name in names] for row in planned]
-    planned[1][2] = None  # delta has no keys
     fields = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
     assert [[grid[0], *map(options.get, fields)] for grid, options in launches] == planned
 
 
 def test_text_on_a_gpu(monkeypatch, capsys):
-    blocks = dict(forward=(64, 128, 4, 2), delta=(64, 0, 4, 1), dkdv=(32, 64, 4, 3), dq=(128, 64, 8, 3))
+    blocks = dict(forward=(64, 128, 4, 2), dq=(128, 64, 8, 3), dkdv=(32, 64, 4, 3))
 
     def block_config(kernel, *_, **__):
         block_m, block_n, *schedule = blocks[kernel]
@@ -242,9 +241,8 @@ def test_text_on_a_gpu(monkeypatch, capsys):
 What would run: batch 2, heads 8, heads_kv 8, seqlen 1024, head_dim 64, dtype bf16, causal False
   call          flash_attention runs the kernels on the GPU
   forward       64 queries x 128 keys  warps 4, stages 2, programs 256
-  delta         64 queries             warps 4, stages 1, programs 256
-  dkdv          32 queries x 64 keys   warps 4, stages 3, programs 256
   dq            128 queries x 64 keys  warps 8, stages 3, programs 128
+  dkdv          32 queries x 64 keys   warps 4, stages 3, programs 256
   why           blocks for the matrix units (wgmma) that fit 227 KiB of shared memory
 Self-test: the kernels on the GPU
   a                             0.50 of the error budget, 1.2 s
