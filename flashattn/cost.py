@@ -114,3 +114,67 @@ def on_chip_tile_bytes(block_m, block_n, head_dim, dtype_bytes, *, stages=1):
 def roofline_s(flops, traffic_bytes, gpu):
     """Return the least time in seconds that these operations and bytes take on a :class:`Gpu`."""
     return max(flops / gpu.matmul_flops_per_s, traffic_bytes / gpu.bandwidth_bytes_per_s)
+
+
+class Gpt(NamedTuple):
+    """A GPT by its shape: feed-forward parts of inner width 4 * width, one matrix for input and output embedding."""
+
+    layers: int
+    width: int
+    heads: int
+    vocab: int = 50257
+
+
+def gpt_weight_count(gpt):
+    """Count the weights of the matrices; norms, biases and positions, about 1 % of a small model, are left out."""
+    return 12 * gpt.layers * gpt.width**2 + gpt.vocab * gpt.width
+
+
+def gpt_memory_bytes(gpt, batch, seqlen, *, standard, dtype_bytes=2, softmax_bytes=None, matrices=3):
+    """Count what fills the memory of a GPT in training, {part: bytes}, as chapter 11 measures it.
+
+    As under ``torch.autocast``: weights, gradients and AdamW's two moments in fp32, products in 16 bits, the sum of the
+    layers' outputs in fp32. A layer keeps for the backward pass, per token and channel, the inputs of its two norms in
+    fp32 and 14 numbers in 16 bits: both norms' results, q, k, v, the output of attention, and the inner tensor, 4
+    channels wide, before and after its nonlinearity.
+
+    Args:
+        gpt: a :class:`Gpt`.
+        batch, seqlen: the tokens are ``batch * seqlen``.
+        standard: True for N x N matrices in memory, False for one fp32 number a row.
+        dtype_bytes: bytes of a number in a product. Default 2; 4 without autocast.
+        softmax_bytes: bytes of a number inside the softmax of standard attention. Default ``dtype_bytes``. On a GPU
+            autocast has it work in 4, and then P is kept a second time, in 16 bits, for the product with V.
+        matrices: how many N x N matrices besides P are alive while one layer's softmax is differentiated: 3 on a GPU,
+            2 on a CPU (chapter 1).
+
+    Returns:
+        A dict: weights, optimizer, gradients, copies (of the weights, in 16 bits), activations, logits (with the
+        gradients of the loss and the logits) and attention: what is kept, and what ``matrices`` need beyond the room
+        that the logits have left by then. They do not all meet: see :func:`gpt_peak_bytes`.
+    """
+    softmax_bytes = softmax_bytes or dtype_bytes
+    weights, tokens = gpt_weight_count(gpt), batch * seqlen
+    sizes = {"weights": FP32_BYTES * weights, "optimizer": 2 * FP32_BYTES * weights, "gradients": FP32_BYTES * weights}
+    sizes["copies"] = dtype_bytes * weights if dtype_bytes != FP32_BYTES else 0
+    per_layer = 14 * dtype_bytes + 2 * FP32_BYTES
+    sizes["activations"] = tokens * gpt.width * (gpt.layers * per_layer + FP32_BYTES + dtype_bytes)
+    sizes["logits"] = 3 * FP32_BYTES * tokens * gpt.vocab
+    if not standard:
+        return sizes | {"attention": FP32_BYTES * gpt.layers * gpt.heads * tokens}
+    kept = softmax_bytes + (dtype_bytes if softmax_bytes != dtype_bytes else 0)
+    scores = score_count(batch, gpt.heads, seqlen, seqlen)
+    beyond = max(matrices * softmax_bytes * scores - sizes["logits"], 0)
+    return sizes | {"attention": gpt.layers * kept * scores + beyond}
+
+
+def gpt_peak_bytes(sizes):
+    """Return the peak of a training step from its parts: gradients come while what the forward pass made goes."""
+    forward = sum(sizes[part] for part in ("copies", "activations", "logits", "attention"))
+    return sizes["weights"] + sizes["optimizer"] + max(sizes["gradients"], forward)
+
+
+def gpt_flops_per_token(gpt, seqlen, *, causal=True):
+    """Count the operations of a token's products in training: forward, and twice as many for the gradients."""
+    attention = attention_flops(1, gpt.heads, seqlen, seqlen, gpt.width // gpt.heads, causal=causal) // seqlen
+    return 3 * (2 * gpt_weight_count(gpt) + gpt.layers * attention)

@@ -632,3 +632,91 @@ def masks(key_range, mask, queries, block, heads_kv):
         f"Every head has this mask; {share}, so K and V take {heads_kv / 4:.0%} of the memory of 4 heads."
     )
     return _svg(top + 24 * 9 + 40, parts, sentence)
+
+
+# W10, chapter 11
+
+MODEL_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+MODEL_CARDS = {"24 GB": 24e9, "80 GB": 80e9, "141 GB": 141e9}
+MODEL_AXIS_BYTES = 160e9
+# part: (colour role, None for that of the implementation's own bar, or "ink"; fill; dashed)
+MODEL_PARTS = {
+    "weights": ("ink", 0.55, False),
+    "optimizer": ("ink", 0.3, False),
+    "gradients": ("ink", 0.1, False),
+    "copies": ("ink", 0.1, True),
+    "activations": ("device_memory", 0.5, False),
+    "logits": ("device_memory", 0.2, True),
+    "attention": (None, 0.75, False),
+}
+
+
+def model_parts(layers, width, head_dim, batch, seqlen, standard):
+    """Return {part: bytes} of those parts that meet at the peak of a GPT's training step on a GPU, under autocast."""
+    gpt = cost.Gpt(layers, width, width // head_dim)
+    sizes = cost.gpt_memory_bytes(gpt, batch, seqlen, standard=standard, softmax_bytes=4)
+    always = sizes["weights"] + sizes["optimizer"]
+    gradients_lead = cost.gpt_peak_bytes(sizes) == always + sizes["gradients"]
+    missing = ("copies", "activations", "logits", "attention") if gradients_lead else ("gradients",)
+    return {part: 0 if part in missing else sizes[part] for part in MODEL_PARTS}
+
+
+def longest_training(layers, width, head_dim, batch, standard, memory_bytes):
+    """Return the largest N, a multiple of 128, at which a training step fits into memory; 0 where none does."""
+    low, high = 0, 2**14
+    while low + 1 < high:
+        middle = (low + high) // 2
+        fits = sum(model_parts(layers, width, head_dim, batch, 128 * middle, standard).values()) <= memory_bytes
+        low, high = (middle, high) if fits else (low, middle)
+    return 128 * low
+
+
+def model_memory(layers, width, head_dim, batch, seqlen):
+    """Draw what fills the memory of a GPT's training step, standard beside flash, and which cards hold it (W10)."""
+    left, top, right, bottom = 12, 24, 348, 128
+    plot = _Plot(left, top, right, bottom, (0, MODEL_AXIS_BYTES), (0, 1))
+    plot.ticks({gb * 1e9: gb for gb in (0, 40, 120, 160)}, xlabel="GB at the peak of a training step")
+    shape = layers, width, head_dim, batch
+    columns = {who: model_parts(*shape, seqlen, who == "standard") for who in ("standard", "flash")}
+    for y, (who, parts) in zip((36, 86), columns.items(), strict=True):
+        begin, total = 0.0, sum(parts.values())
+        for part, (role, fill, dashed) in MODEL_PARTS.items():
+            x, end = plot.x(begin), plot.x(begin + parts[part])
+            if end > x:
+                color = None if role == "ink" else role or who
+                box = _box(x, y, end - x, 26, color, fill, dashed=dashed)
+                plot.parts.append(box)
+            begin += parts[part]
+        over = " →" if total > MODEL_AXIS_BYTES else ""
+        plot.parts.append(_text(left + 2, y - 3, f"{who}: {size_text(total)}{over}", bold=True, size=10))
+    for name, limit in MODEL_CARDS.items():
+        for y in (34, 84):
+            plot.parts.append(_line(plot.x(limit), y, plot.x(limit), y + 30, width=1.5))
+        plot.parts.append(_text(plot.x(limit), top - 10, name, "middle", size=10))
+    plot.parts += [_text(250, 176, "standard", "end", bold=True), _text(330, 176, "flash", "end", bold=True)]
+    for row, (part, (role, fill, dashed)) in enumerate(MODEL_PARTS.items()):
+        y = 192 + 15 * row
+        if role:
+            plot.parts.append(_box(14, y - 9, 11, 11, None if role == "ink" else role, fill, dashed=dashed))
+        else:
+            plot.parts += [_box(14, y - 9, 6, 11, "standard", fill), _box(20, y - 9, 6, 11, "flash", fill)]
+        name = "16-bit copies of the weights" if part == "copies" else part
+        plot.parts.append(_text(32, y, name))
+        for x, parts in zip((250, 330), columns.values(), strict=True):
+            plot.parts.append(_text(x, y, size_text(parts[part]) if parts[part] else "–", "end"))
+    totals = {who: sum(parts.values()) for who, parts in columns.items()}
+    fits = {}
+    for who, total in totals.items():
+        cards = [name for name, limit in MODEL_CARDS.items() if total <= limit]
+        fits[who] = f"needs {size_text(total)} and fits {'a card of ' + cards[0] if cards else 'none of the cards'}"
+    ends = [longest_training(*shape, who == "standard", 80e9) for who in totals]
+    longest = [f"up to N = {end:,}" if end else "at no N" for end in ends]
+    plot.parts.append(_text(14, 312, f"80 GB hold standard {longest[0]}, flash {longest[1]}", bold=True, size=10))
+    weights = cost.gpt_weight_count(cost.Gpt(layers, width, width // head_dim))
+    sentence = (
+        f"{layers} layers, width {width}, {width // head_dim} heads of {head_dim} channels "
+        f"({weights / 1e6:,.0f} million weights), batch {batch}, N = {seqlen}: a training step with standard attention "
+        f"{fits['standard']}; with flash it {fits['flash']}. That frees {1 - totals['flash'] / totals['standard']:.0%}."
+        f" A card of 80 GB holds standard attention {longest[0]}, flash {longest[1]}."
+    )
+    return _svg(322, plot.parts, sentence)

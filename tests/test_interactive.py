@@ -194,3 +194,31 @@ def test_masks_count_as_the_specification_does(mask, queries, block):
         f"Of {len(tiles)} tiles {full} are full, {cut} are cut and need the mask, {len(tiles) - full - cut} are skipped"
     )
     assert expected in drawn[1]
+
+
+class TestModelMemory:
+    def test_parts_are_the_peak_of_the_cost_model(self):
+        for layers, width, batch, seqlen in ((12, 768, 1, 8192), (48, 4096, 1, 1024)):
+            for standard in (True, False):
+                sizes = cost.gpt_memory_bytes(
+                    cost.Gpt(layers, width, width // 64), batch, seqlen, standard=standard, softmax_bytes=4
+                )
+                parts = interactive.model_parts(layers, width, 64, batch, seqlen, standard)
+                assert sum(parts.values()) == cost.gpt_peak_bytes(sizes)
+                assert {part: n for part, n in parts.items() if n} == {
+                    part: sizes[part] for part in parts if parts[part]
+                }
+
+    @pytest.mark.parametrize("standard", [True, False])
+    def test_longest_length_fits_and_the_next_does_not(self, standard):
+        n = interactive.longest_training(12, 768, 64, 1, standard, 80e9)
+        peaks = [sum(interactive.model_parts(12, 768, 64, 1, n + more, standard).values()) for more in (0, 128)]
+        assert peaks[0] <= 80e9 < peaks[1]
+
+    def test_verdicts(self):
+        for layers in (12, 48):
+            for width in (768, 4096):
+                for seqlen in interactive.MODEL_LENGTHS:
+                    elements(interactive.model_memory(layers, width, 64, 8, seqlen))
+        _, sentence = interactive.model_memory(48, 4096, 128, 1, 1024)
+        assert "fits none of the cards" in sentence and "standard attention at no N, flash at no N" in sentence
