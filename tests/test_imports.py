@@ -22,6 +22,8 @@ MAY_IMPORT = {
     "api": {"ops"},
     "cost": set(),
     "peers": {"api"},
+    "ring": {"api", "backward", "derivative", "forward", "ops"},
+    "ring_bench": {"api", "bench", "peers", "reference", "ring", "testing"},
     "bench": {"peers", "testing"},
     "goals": {"bench", "cost"},
     "explorer": {"figures"},
