@@ -362,7 +362,7 @@ def print_first_call(impl, shape):
     print(json.dumps(dict(forward=ends[1] - ends[0], backward=ends[2] - ends[1])))
 
 
-def ring_rows(cell, build, device="cuda", limit_s=240):
+def ring_rows(cell, build, device="cuda", limit_s=180):
     """Record ``ring_attention`` on two GPUs beside one: what two processes of ``flashattn.ring_bench`` print.
 
     Rows tell the two apart by n_gpus. Unlike in suite memory, peak_memory has q, k, v and do in it, and is that of the

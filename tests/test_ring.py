@@ -8,10 +8,12 @@ import torch.distributed as dist
 from processes import Ranks
 
 import flashattn.ring
-from flashattn import attention_reference, flash_attention
+from flashattn import attention_reference, bench, cost, flash_attention
 from flashattn.bench import peak_memory_bytes
+from flashattn.peers import Shape
 from flashattn.reference import visible_keys
 from flashattn.ring import heads_per_turn, ring_attention, ring_positions, ring_shard, ring_unshard, visible_part
+from flashattn.ring_bench import reference_by_rows
 from flashattn.testing import Case, Inputs, budget_ratios, error_budget, make_inputs, run
 
 pytestmark = pytest.mark.triton
@@ -223,13 +225,11 @@ def peak_of_rank(case):
 
 def test_memory_is_a_share_and_what_travels(pairs):
     case = Case(32, 32, 128, "fp32", causal=True, heads=8, heads_kv=8, batch=1)
-    share = 8 * 16 * 128 * 4
-    rows = 8 * 16 * 4
-    # out, dq, dk, dv; lse, lse_log2 and its low part; a turn of one head in eight: two shares of K and V, two of dK and
-    # dV, a step's dK and dV, dq and a step's dq, and copies of a head's q and do where they are not contiguous.
-    turn = (2 * 2 + 2 * 2 + 2 + 1 + 1) * share // 8
+    inputs, rows = 4 * 8 * 16 * 128 * 4, 8 * 16 * 4
+    most = cost.ring_peak_bytes(1, 8, 8, 32, 128, 4, n_ranks=2, turn_heads_kv=1, backward=True) - inputs
     for peak in pairs(peak_of_rank, case):
-        assert 4 * share < peak <= 4 * share + turn + 6 * rows
+        assert inputs < peak <= most + 4 * rows  # lse and its low part, and a turn's statistics
+    assert most < 1.5 * inputs
 
 
 # ---- What it refuses.
@@ -318,6 +318,53 @@ def test_gradients_flow_through_shards(pairs):
     x = torch.randn(3, 1, 2, 12, 16, requires_grad=True)
     attention_reference(*x, causal=True)[0].pow(2).sum().backward()
     torch.testing.assert_close(sum(pairs(differentiate_whole, None)), x.grad)
+
+
+# ---- The bench of it, at toy size on CPUs.
+
+TOY = bench.Cell("ring", Shape(1, 4, 2, 16, 16, True), "flashattn")
+
+
+@pytest.fixture
+def session(monkeypatch):
+    monkeypatch.setattr(
+        bench, "_session", lambda: dict(gpu="Test GPU", n_gpus=1, date="", commit="", torch="", triton="")
+    )
+
+
+def test_bench_measures_two_beside_one(session):
+    rows = list(bench.ring_rows(TOY, None, "cpu", limit_s=600))
+    assert all(set(row) == set(bench.COLUMNS) for row in rows)
+    found = {(row["n_gpus"], row["direction"], row["metric"]): float(row["p50"]) for row in rows}
+    for n_gpus in (1, 2):
+        for direction in ("forward", "backward", "forward_backward"):
+            assert found.pop((n_gpus, direction, "time")) > 0
+        assert 0 < found.pop((n_gpus, "forward_backward", "rel_err")) <= 1
+    assert 0 <= found.pop((2, "forward_backward", "difference_from_one_gpu")) <= 1
+    tensors = 16 * 16 * 2 * (4 * 4 + 4 * 2)
+    one = found.pop((1, "forward_backward", "peak_memory"))
+    assert tensors < one <= cost.flash_peak_bytes(*TOY.shape.sizes(), 2, backward=True)
+    most = cost.ring_peak_bytes(1, 4, 2, 16, 16, 2, n_ranks=2, turn_heads_kv=2, backward=True)
+    assert tensors / 2 < found.pop((2, "forward_backward", "peak_memory")) <= most
+    assert not found
+
+
+def test_bench_tells_what_failed_and_what_is_late(session):
+    with pytest.raises(RuntimeError, match="rank 0: KeyError: 'fp8'"):
+        list(bench.ring_rows(TOY._replace(shape=TOY.shape._replace(dtype="fp8")), None, "cpu"))
+    with pytest.raises(RuntimeError, match="not done after 0.2 s"):
+        list(bench.ring_rows(TOY, None, "cpu", limit_s=0.2))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_reference_by_rows_is_the_reference(dtype, causal):
+    inputs = make_inputs(Case(50, 50, 16, "bf16"))
+    by_rows = run(reference_by_rows, inputs, dtype, causal=causal, rows=16)
+    whole = run(attention_reference, inputs, dtype, causal=causal)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2
+    for name in whole:
+        torch.testing.assert_close(by_rows[name], whole[name], rtol=tolerance, atol=tolerance)
 
 
 # ---- Two GPUs.
