@@ -672,7 +672,7 @@ def ring_work(n_ranks, layout):
         rank = owner[chunk]
         parts.append(_box(left + chunk * cell, 20, cell, 18, "device_memory", 0.08 + 0.5 * rank / n_ranks))
         parts.append(_text(left + (chunk + 0.5) * cell, 33, rank, "middle"))
-    parts.append(_text(left, 62, "work in each step (blue), and waiting for the slowest (empty)"))
+    parts.append(_text(left, 62, "work (blue) and waiting (empty), step by step"))
     top, row = 70, 168 / n_ranks
     scale = width / sum(slowest)
     for rank in range(n_ranks):

@@ -20,6 +20,7 @@ from .ops import _new_outputs, _or_none, attention, check_can_launch
 ROWS_PER_TURN = 2**17
 
 
+@torch._disable_dynamo  # torch.compiler.disable would import dynamo, and with it Triton, here
 def ring_attention(q, k, v, group=None, *, causal=False, scale=None, return_lse=False):
     """Compute attention over a sequence whose rows are spread over the ranks of a process group, differentiably.
 
@@ -58,9 +59,10 @@ def ring_attention(q, k, v, group=None, *, causal=False, scale=None, return_lse=
         return_lse: return the log-sum-exp too. Default False.
 
     Returns:
-        This rank's rows: out (batch, heads, seqlen_q / R, head_dim_v) in the dtype of ``q``; with ``return_lse=True``
+        out (batch, heads, seqlen_q / R, head_dim_v), this rank's rows, in the dtype of ``q``; with ``return_lse=True``
         ``(out, lse)``, lse (batch, heads, seqlen_q / R), fp32. Gradients of q, k and v flow through both. Partial
-        results are fp32 until the last is merged, and results are the same to the bit on every call.
+        results are fp32 until the last is merged, and results are the same to the bit on every call. ``torch.compile``
+        leaves the call as it is and compiles what stands around it.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError, ImportError: as :func:`flashattn.flash_attention`.

@@ -45,7 +45,7 @@ def reference_by_rows(q, k, v, *, causal=True, rows=1024):
         end = min(begin + rows, q.shape[2])
         keys = slice(0, end if causal else None)
         arguments = q[:, :, begin:end], k_wide[:, :, keys], v_wide[:, :, keys]
-        results.append(checkpoint(attend, *arguments, use_reentrant=False))
+        results.append(checkpoint(attend, *arguments, use_reentrant=False, preserve_rng_state=False))
     outs, lses = zip(*results, strict=True)
     return torch.cat(outs, dim=2), torch.cat(lses, dim=2)
 
