@@ -194,6 +194,10 @@ def _model_shape(name, batch, seqlen):
     return Shape(batch, model.heads, model.heads, seqlen, model.width // model.heads, True)
 
 
+def _ring():
+    yield Shape(1, 16, 16, 262144, 128, True), ("flashattn",)
+
+
 def suite_cells(suite, wanted=()):
     """Return the cells of a suite, all implementations of one shape behind one another.
 
@@ -405,6 +409,42 @@ def print_first_call(impl, shape):
     print(json.dumps(dict(forward=ends[1] - ends[0], backward=ends[2] - ends[1])))
 
 
+def ring_rows(cell, build, device="cuda", limit_s=180):
+    """Record ``ring_attention`` on two GPUs beside one: what two processes of ``flashattn.ring_bench`` print.
+
+    Rows tell the two apart by n_gpus. Unlike in suite memory, peak_memory has q, k, v and do in it, and is that of the
+    GPU that holds most. What was printed before a process failed, or limit_s were over, is recorded.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [open(os.path.join(folder, name), "w+") for name in ("printed", "other", "errors")]
+        command = [sys.executable, "-m", "flashattn.ring_bench"]
+        what = ["2", os.path.join(folder, "meeting"), device, json.dumps(cell.shape)]
+        environment = {"NCCL_NVLS_ENABLE": "0"} | os.environ  # NVLink multicast, of no use to a ring
+        ranks = [
+            subprocess.Popen([*command, str(rank), *what], stdout=logs[rank], stderr=logs[2], env=environment)
+            for rank in range(2)
+        ]
+        end = time.monotonic() + limit_s
+        while time.monotonic() < end and any(rank.poll() is None for rank in ranks):
+            time.sleep(0.1)
+        late = [rank for rank in ranks if rank.poll() is None]
+        for rank in late:
+            rank.kill()
+            rank.wait()
+        for log in logs:
+            log.seek(0)
+        printed, _, errors = (log.read().splitlines() for log in logs)
+        for log in logs:
+            log.close()
+    for line in printed:
+        record = json.loads(line)
+        params, n_gpus = record.pop("params"), record.pop("n_gpus")
+        yield _row(cell, **record, **params) | dict(n_gpus=n_gpus)
+    if late or any(rank.returncode for rank in ranks):
+        found = [line for line in errors if line.startswith("rank ")] or errors[-1:]
+        raise RuntimeError(f"not done after {limit_s} s" if late else "; ".join(found) or "a rank failed")
+
+
 # suite -> (its shapes and their implementations, how a cell is measured)
 SUITES = {
     "core": (_core, time_rows),
@@ -413,6 +453,7 @@ SUITES = {
     "memory": (_memory, memory_rows),
     "compile": (_compile, first_call_rows),
     "model": (_model, model_rows),
+    "ring": (_ring, ring_rows),
 }
 
 
@@ -514,6 +555,9 @@ def main(arguments=None):
     if fa3_module() is None:
         print("fa3 is left out: pip install fa3-fwd")
         cells = [cell for cell in cells if cell.impl != "fa3"]
+    if torch.cuda.device_count() < 2:
+        print("suite ring is left out: it needs two GPUs")
+        cells = [cell for cell in cells if cell.suite != "ring"]
     implementations = dict(IMPLEMENTATIONS)
     if options.no_autotune:
         implementations["flex"] = functools.partial(flex, ways=FLEX_WAYS[:1])

@@ -79,6 +79,26 @@ def flash_peak_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype
     return tensors * (2 if backward else 1) + 2 * row_statistics
 
 
+def ring_peak_bytes(
+    batch, heads, heads_kv, seqlen, head_dim, dtype_bytes, *, n_ranks, turn_heads_kv, backward=False
+):  # fmt: skip
+    """Count the bytes that each rank of ``ring_attention`` holds at most: its share, and what one turn needs beside it.
+
+    A turn takes turn_heads_kv key heads round the ring. It holds K and V that came, and with more than two ranks those
+    that arrive. Forward: fp32 out, over all keys so far and over this step's. Backward: fp32 dK and dV that leave, that
+    arrive and of this step; fp32 dQ, so far and of this step. The row statistics of a turn are left out.
+    """
+    rows = seqlen // n_ranks
+    share = flash_peak_bytes(batch, heads, heads_kv, rows, rows, head_dim, dtype_bytes, backward=backward)
+    if n_ranks == 1:
+        return share
+    keys = batch * turn_heads_kv * rows * head_dim
+    queries = keys * (heads // heads_kv)
+    travelling = min(n_ranks - 1, 2) * 2 * keys * dtype_bytes
+    sums = 2 * queries + (3 * 2 * keys if backward else 0)
+    return share + travelling + sums * FP32_BYTES
+
+
 def standard_traffic_bytes(batch, heads, heads_kv, seqlen_q, seqlen_k, head_dim, dtype_bytes):
     """Count the bytes of the standard forward pass through device memory: q, k, v, out, and four trips for S and P.
 

@@ -1342,3 +1342,56 @@ def crossovers(panels):
     axes_list.flat[-1].set_xlabel("sequence length N")
     figure.legend(*axes_list.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=2, fontsize=9)
     return figure, "Speed relative to standard attention. " + "; ".join(parts) + "."
+
+
+# Chapter 12
+
+
+@picture
+def ring_steps(held):
+    """Draw which rank's K and V each rank holds in each step; the share of rank 0 is shaded, and arrows follow it.
+
+    held: [[whose share rank r holds in step 0, in step 1, …] for each rank r].
+    """
+    n_ranks, n_steps = len(held), len(held[0])
+    figure, axes = new_figure(figsize=(4.8, 0.62 * n_ranks + 0.9))
+    followed = []
+    for rank, row in enumerate(held):
+        for step, source in enumerate(row):
+            color = COLORS["flash"] if source == 0 else "none"
+            place = (step - 0.32, rank - 0.3)
+            axes.add_patch(matplotlib.patches.Rectangle(place, 0.64, 0.6, fc="none", ec=INK, lw=0.8))
+            axes.add_patch(matplotlib.patches.Rectangle(place, 0.64, 0.6, fc=color, alpha=0.45, lw=0))
+            axes.text(step, rank, f"K, V of {source}", ha="center", va="center", fontsize=9)
+            followed += [(step, rank)] if source == 0 else []
+    for (x0, y0), (x1, y1) in itertools.pairwise(sorted(followed)):
+        axes.annotate(
+            "", (x1 - 0.32, y1), (x0 + 0.32, y0), arrowprops=dict(arrowstyle="->", color=COLORS["flash"], lw=1.5)
+        )
+    axes.set_xticks(range(n_steps), [f"step {step}" for step in range(n_steps)])
+    axes.set_yticks(range(n_ranks), [f"rank {rank}" for rank in range(n_ranks)])
+    axes.set(xlim=(-0.5, n_steps - 0.5), ylim=(n_ranks - 0.5, -0.5))
+    axes.tick_params(length=0)
+    axes.grid(visible=False)
+    axes.spines[["left", "bottom"]].set_visible(False)
+    rows = "; ".join(f"rank {rank} holds those of {', '.join(map(str, row))}" for rank, row in enumerate(held))
+    return figure, f"Whose K and V each rank holds, step by step: {rows}."
+
+
+@picture
+def ring_memory(ranks, bytes_by_name, alt):
+    """Plot the bytes a rank holds against the number of ranks, both on log scales.
+
+    bytes_by_name: {label: (role, [bytes for each number of ranks])}.
+    """
+    figure, axes = new_figure()
+    for label, (role, values) in bytes_by_name.items():
+        axes.plot(ranks, [value / 2**30 for value in values], label=label, **role_style(role))
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="peak memory of a rank (GiB)")
+    axes.set_xticks(ranks, [str(n) for n in ranks])
+    highest = max(value for _, values in bytes_by_name.values() for value in values) / 2**30
+    ticks = [2**i for i in range(-3, 8) if 2**i <= 2 * highest]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    return figure, alt

@@ -720,3 +720,67 @@ def model_memory(layers, width, head_dim, batch, seqlen):
         f" A card of 80 GB holds standard attention {longest[0]}, flash {longest[1]}."
     )
     return _svg(322, plot.parts, sentence)
+
+
+LAYOUTS = ("contiguous", "zigzag")
+
+
+def ring_chunks(n_ranks, rank, layout):
+    """Return the two of 2 n_ranks chunks that a rank holds."""
+    return (2 * rank, 2 * rank + 1) if layout == "contiguous" else (rank, 2 * n_ranks - 1 - rank)
+
+
+def ring_shares(n_ranks, layout):
+    """Return, for each rank, the share of its scores that a causal mask leaves in each step of the ring.
+
+    All of a rank's queries against all of a rank's keys count as 1, a chunk against itself as half of a quarter.
+    """
+    chunks = [ring_chunks(n_ranks, rank, layout) for rank in range(n_ranks)]
+
+    def share(rank, source):
+        pairs = ((a, b) for a in chunks[rank] for b in chunks[source])
+        return sum(1.0 if b < a else 0.5 if b == a else 0.0 for a, b in pairs) / 4
+
+    return [[share(rank, (rank - step) % n_ranks) for step in range(n_ranks)] for rank in range(n_ranks)]
+
+
+def ring_work(n_ranks, layout):
+    """Draw what each rank has to do in each step of a ring under a causal mask, and how long all wait for the slowest.
+
+    n_ranks: 2 to 8. layout: one of LAYOUTS, which chunks of the sequence a rank holds.
+    """
+    shares = ring_shares(n_ranks, layout)
+    slowest = [max(shares[rank][step] for rank in range(n_ranks)) for step in range(n_ranks)]
+    busy = sum(map(sum, shares)) / (n_ranks * sum(slowest))
+    left, width = 52, WIDTH - 60
+    owner = {chunk: rank for rank in range(n_ranks) for chunk in ring_chunks(n_ranks, rank, layout)}
+    cell = width / (2 * n_ranks)
+    parts = [_text(left, 14, "the sequence in chunks, and the rank that holds each")]
+    for chunk in range(2 * n_ranks):
+        rank = owner[chunk]
+        parts.append(_box(left + chunk * cell, 20, cell, 18, "device_memory", 0.08 + 0.5 * rank / n_ranks))
+        parts.append(_text(left + (chunk + 0.5) * cell, 33, rank, "middle"))
+    parts.append(_text(left, 62, "work (blue) and waiting (empty), step by step"))
+    top, row = 70, 168 / n_ranks
+    scale = width / sum(slowest)
+    for rank in range(n_ranks):
+        x, y = left, top + rank * row
+        parts.append(_text(left - 6, y + row / 2 + 3, f"rank {rank}", "end"))
+        for step in range(n_ranks):
+            parts.append(_box(x, y + 2, slowest[step] * scale, row - 4, dashed=True, edge=0.6))
+            if shares[rank][step]:
+                parts.append(_box(x, y + 2, shares[rank][step] * scale, row - 4, "flash", 0.55))
+            x += slowest[step] * scale
+    x = left
+    for step in range(n_ranks):
+        parts.append(_text(x + slowest[step] * scale / 2, top + 182, step, "middle"))
+        x += slowest[step] * scale
+    parts.append(_text(left - 6, top + 182, "step", "end"))
+    time = f"{sum(slowest):g} units of time, ranks at work {busy:.0%} of it"
+    parts.append(_text(left, top + 204, time, bold=True))
+    sentence = (
+        f"{n_ranks} ranks, {layout} chunks, causal mask: the slowest rank of each step needs "
+        f"{', '.join(f'{x:g}' for x in slowest)}, {sum(slowest):g} units in all, one unit being a rank's queries "
+        f"against a whole share of keys. The ranks are at work {busy:.0%} of the time."
+    )
+    return _svg(top + 214, parts, sentence)

@@ -15,7 +15,9 @@ class _CpuMemory(TorchDispatchMode):
         self.live, self.peak_bytes = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        leaves = tree_leaves((args, kwargs))  # storages too: Triton's interpreter makes tensors of those it is given
+        given = {x.untyped_storage()._cdata for x in leaves if isinstance(x, torch.Tensor)}
+        given |= {x._cdata for x in leaves if isinstance(x, torch.UntypedStorage)}
         result = func(*args, **(kwargs or {}))
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):

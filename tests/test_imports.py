@@ -30,6 +30,8 @@ MAY_IMPORT = {
     "models": {"gpt", "memory"},
     "bench": {"memory", "models", "peers", "testing"},
     "train": {"bench", "gpt", "testing"},
+    "ring": {"api", "backward", "derivative", "forward", "ops"},
+    "ring_bench": {"api", "bench", "memory", "peers", "reference", "ring", "testing"},
     "goals": {"bench", "cost"},
     "explorer": {"figures"},
     "interactive": {"cost", "figures"},

@@ -12,6 +12,7 @@ from flashattn import cost, interactive  # noqa: E402
 from flashattn.bench import load_rows, load_targets  # noqa: E402
 from flashattn.configs import TARGETS  # noqa: E402
 from flashattn.reference import visible_keys  # noqa: E402
+from flashattn.ring import ring_positions  # noqa: E402
 from flashattn.tiled import key_range  # noqa: E402
 
 ROWS = load_rows("nvidia_h200")
@@ -222,3 +223,29 @@ class TestModelMemory:
                     elements(interactive.model_memory(layers, width, 64, 8, seqlen))
         _, sentence = interactive.model_memory(48, 4096, 128, 1, 1024)
         assert "fits none of the cards" in sentence and "standard attention at no N, flash at no N" in sentence
+
+
+class TestRingWork:
+    @pytest.mark.parametrize("layout", interactive.LAYOUTS)
+    @pytest.mark.parametrize("n_ranks", [2, 3, 4, 8])
+    def test_shares_are_counted_from_the_mask(self, n_ranks, layout):
+        chunk = 40  # so long that the half of a chunk against itself is its half
+        rows = [
+            torch.cat([torch.arange(chunk) + part * chunk for part in interactive.ring_chunks(n_ranks, rank, layout)])
+            for rank in range(n_ranks)
+        ]
+        assert torch.cat(rows).sort().values.tolist() == list(range(2 * n_ranks * chunk))
+        if layout == "zigzag":
+            assert all(torch.equal(x, ring_positions(2 * n_ranks * chunk, n_ranks, i)) for i, x in enumerate(rows))
+        for rank, by_step in enumerate(interactive.ring_shares(n_ranks, layout)):
+            for step, share in enumerate(by_step):
+                keys = rows[(rank - step) % n_ranks]
+                visible = visible_keys(rows[rank][:, None], keys[None, :], 0, causal=True)
+                assert abs(visible.double().mean().item() - share) < 1 / chunk
+
+    def test_zigzag_never_waits(self):
+        for n_ranks in (2, 3, 4, 8):
+            _, sentence = interactive.ring_work(n_ranks, "zigzag")
+            assert f"{n_ranks / 2:g} units in all" in sentence and "at work 100% of the time" in sentence
+            elements(interactive.ring_work(n_ranks, "contiguous"))
+        assert "3.5 units in all" in interactive.ring_work(4, "contiguous")[1]
