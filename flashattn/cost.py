@@ -169,7 +169,7 @@ def gpt_memory_bytes(gpt, batch, seqlen, *, standard, dtype_bytes=2, softmax_byt
             2 on a CPU (chapter 1).
 
     Returns:
-        A dict: weights, optimizer, gradients, copies (of the weights, in 16 bits), activations, logits (with the
+        Bytes by name: weights, optimizer, gradients, copies (of the weights, in 16 bits), activations, logits (with the
         gradients of the loss and the logits) and attention: what is kept, and what ``matrices`` need beyond the room
         that the logits have left by then. They do not all meet: see :func:`gpt_peak_bytes`.
     """

@@ -69,7 +69,7 @@ def training_figures(model, call, batch, seqlen, device="cuda"):
     """Measure training steps of a model: fp32 weights, products in bf16 by autocast, AdamW, random tokens.
 
     Args:
-        model: a :class:`Model`.
+        model: one of ``MODELS``, or like it.
         call: causal attention, a function of (q, k, v). For one of PyTorch's backends enter ``peers.backend`` first.
         batch, seqlen: sequences in a step, and tokens in each.
         device: where.

@@ -66,7 +66,7 @@ def flashattn_attention(
         kwargs: what else a model passes.
 
     Returns:
-        (out, None): (batch, seqlen_q, heads, head_dim), and no attention weights.
+        ``(out, None)``, out (batch, seqlen_q, heads, head_dim): no attention weights are returned.
 
     Raises:
         NotImplementedError: dropout over 0, ``output_attentions``, attention sinks, a selection of keys, a head mask, a
