@@ -169,8 +169,8 @@ def gpt_memory_bytes(gpt, batch, seqlen, *, standard, dtype_bytes=2, softmax_byt
             2 on a CPU (chapter 1).
 
     Returns:
-        Bytes by name: weights, optimizer, gradients, copies (of the weights, in 16 bits), activations, logits (with the
-        gradients of the loss and the logits) and attention: what is kept, and what ``matrices`` need beyond the room
+        ``{name: bytes}`` of weights, optimizer, gradients, copies (of the weights, in 16 bits), activations, logits
+        (with the gradients of the loss and the logits) and attention: what is kept, and what ``matrices`` need beyond the room
         that the logits have left by then. They do not all meet: see :func:`gpt_peak_bytes`.
     """
     softmax_bytes = softmax_bytes or dtype_bytes
