@@ -170,8 +170,8 @@ def gpt_memory_bytes(gpt, batch, seqlen, *, standard, dtype_bytes=2, softmax_byt
 
     Returns:
         ``{name: bytes}`` of weights, optimizer, gradients, copies (of the weights, in 16 bits), activations, logits
-        (with the gradients of the loss and the logits) and attention: what is kept, and what ``matrices`` need beyond the room
-        that the logits have left by then. They do not all meet: see :func:`gpt_peak_bytes`.
+        (with the gradients of the loss and the logits) and attention: what is kept, and what ``matrices`` need beyond
+        the room that the logits have left by then. They do not all meet: see :func:`gpt_peak_bytes`.
     """
     softmax_bytes = softmax_bytes or dtype_bytes
     weights, tokens = gpt_weight_count(gpt), batch * seqlen

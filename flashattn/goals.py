@@ -80,10 +80,20 @@ def check_goals(gpu):
     for direction, limit in (("forward", 3.0), ("backward", 6.0)):
         rule = f"compile: first {direction} within {limit:.0f} s"
         goals.append(_goal(rule, limit, values("compile", direction, "first_call"), at_least=False))
+    for metric, limit in (("time", 0.6), ("peak_memory", 0.75)):
+        rule = f"ring, forward and backward: {metric} on 2 GPUs at most {limit} of that on 1"
+        one, two = ({shape_of(row): row["p50"] for row in _of_ring(rows, metric, n)} for n in (1, 2))
+        shares = {shape: two[shape] / one[shape] for shape in one.keys() & two}
+        goals.append(_goal(rule, limit, shares, at_least=False))
     errors = {}
-    for suite in ("core", "wide", "short"):
+    for suite in ("core", "wide", "short", "ring"):
         errors |= values(suite, "forward_backward", "rel_err")
     return [*goals, _goal("error within the budget in every timed cell", 1.0, errors, at_least=False)]
+
+
+def _of_ring(rows, metric, n_gpus):
+    wanted = dict(suite="ring", direction="forward_backward", metric=metric, n_gpus=n_gpus)
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
 def _values(rows, suite, direction, metric, impl="flashattn", graph=None):
