@@ -1253,7 +1253,7 @@ def memory_split(bars, limits=None):
         "attention": {"color": COLORS["standard"]},
         "activations": {"facecolor": "none", "edgecolor": COLORS["device_memory"], "hatch": "///"},
         "logits": {"color": COLORS["device_memory"], "alpha": 0.7},
-        "temporary": {"facecolor": "none", "edgecolor": INK, "hatch": "...", "alpha": 0.5},
+        "temporary": {"facecolor": "none", "edgecolor": INK, "hatch": "xx", "alpha": 0.5},
     }
     names = {"attention": "kept by attention", "activations": "other activations", "logits": "logits and loss"}
     figure, axes = new_figure(figsize=(4.8, 0.36 * len(bars) + 1.5))
