@@ -301,6 +301,17 @@ def test_many_batch_entries_and_heads(batch, heads, device):
     assert max(ratios.values()) <= 1, ratios
 
 
+@pytest.mark.parametrize("dtype, size", [("fp16", 65504.0), ("bf16", 1e15), ("fp32", 1e15)])
+def test_scores_of_any_finite_size(dtype, size, device):
+    """All scores of a row are equal and huge, so that its weights are: a score minus the largest must be exactly 0."""
+    q = k = torch.full((2, 2, 70, 64), size, dtype=DTYPES[dtype], device=device)
+    v = torch.randn(2, 2, 70, 64, device=device).to(q.dtype)
+    expected = v.float().mean(dim=2, keepdim=True).expand_as(v)
+    torch.testing.assert_close(
+        flash_attention(q, k, v).float(), expected, rtol=0, atol=2e-2 if dtype == "bf16" else 2e-3
+    )
+
+
 # Launches that are remembered
 
 
