@@ -81,7 +81,7 @@ def load_rows(gpu, **wanted):
         params is a dict; p20, p50 and p80 are float, in the row's ``unit``. The top of flashattn/bench.py names the
         metrics.
     """
-    rows = [_typed(row) for row in _read(DATA / f"{gpu}.csv")]
+    rows = [_typed(row) for row in read_table(DATA / f"{gpu}.csv")]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -100,12 +100,13 @@ def load_targets(table="targets", **wanted):
     booleans = {"True": True, "False": False}
     rows = [
         {name: int(value) if value.isdigit() else booleans.get(value, value) for name, value in row.items()}
-        for row in _read(DATA / f"{table}.csv")
+        for row in read_table(DATA / f"{table}.csv")
     ]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
-def _read(path):
+def read_table(path):
+    """Return the rows of a CSV as dicts of text, none where there is no such file."""
     if not path.exists():
         return []
     with open(path, newline="") as file:
@@ -302,7 +303,7 @@ def _wall_ms(function, calls=100, repeats=20):
             function()
         torch.cuda.synchronize()
         times += [(time.perf_counter() - begin) * 1e3 / calls] if i else []
-    return torch.quantile(torch.tensor(times), torch.tensor([0.2, 0.5, 0.8])).tolist()
+    return models.quantiles(times)
 
 
 def _wall_ms_of_about(function, ms=10, repeats=5):
@@ -326,14 +327,19 @@ def _in_graph(function):
     return graph.replay
 
 
+def _budget_rows(cell, call, inputs):
+    """Record the error of a call; raise ValueError where it is over the budget, for then it must not be timed."""
+    ratio = worst_ratio(call, cell.shape, inputs)
+    yield _row(cell, "forward_backward", "rel_err", "budgets", [ratio] * 3)
+    if not ratio <= 1:
+        raise ValueError(f"{ratio:.3g} times the error budget, so not timed")
+
+
 def short_rows(cell, build):
     """Time forward plus backward of calls so short that the host matters: called one by one, and as a CUDA graph."""
     *qkv, do = draw(cell.shape, "cuda")
     (call,) = build(cell.shape).values()
-    ratio = worst_ratio(call, cell.shape, (*qkv, do))
-    yield _row(cell, "forward_backward", "rel_err", "budgets", [ratio] * 3)
-    if not ratio <= 1:
-        raise ValueError(f"{ratio:.3g} times the error budget, so not timed")
+    yield from _budget_rows(cell, call, (*qkv, do))
 
     def step():
         torch.autograd.grad(call(*qkv), qkv, do)
@@ -360,10 +366,7 @@ def crossover_rows(cell, call, device="cuda", timed=None):
     """
     timed = timed or {False: _wall_ms_of_about, True: lambda function: _wall_ms_of_about(_in_graph(function))}
     *qkv, do = draw(cell.shape, device)
-    ratio = worst_ratio(call, cell.shape, (*qkv, do))
-    yield _row(cell, "forward_backward", "rel_err", "budgets", [ratio] * 3)
-    if not ratio <= 1:
-        raise ValueError(f"{ratio:.3g} times the error budget, so not timed")
+    yield from _budget_rows(cell, call, (*qkv, do))
     steps = {
         "forward": torch.no_grad()(lambda: call(*qkv)),
         "forward_backward": lambda: torch.autograd.grad(call(*qkv), qkv, do),
@@ -488,12 +491,12 @@ def shape_of(row):
     return Shape(*sizes, row["causal"], row["dtype"], tuple(window) if window else None)
 
 
-def _write(path, rows):
+def write_table(path, columns, rows):
     """Write all rows into a sibling and give it the name of the file: whoever stops this finds one or the other."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sibling = path.with_suffix(".writing")
     with open(sibling, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     os.replace(sibling, path)
@@ -516,7 +519,7 @@ def measure(cells, path, implementations=IMPLEMENTATIONS, resume=False):
     replaced = {(cell.suite, cell.impl) for cell in cells}
     same = {name: str(_session()[name]) for name in ("gpu", "commit", "torch", "triton")}
     rows, recorded = [], set()
-    for row in _read(path):
+    for row in read_table(path):
         if (row["suite"], row["impl"]) not in replaced:
             rows.append(row)
         elif resume and all(row[name] == value for name, value in same.items()):
@@ -536,7 +539,7 @@ def measure(cells, path, implementations=IMPLEMENTATIONS, resume=False):
                     rows.append(row)
         except Exception as error:  # one that fails, or does not know the shape, must not end a run of many
             _report(cell, error)
-        _write(path, rows)
+        write_table(path, COLUMNS, rows)
     return cells
 
 

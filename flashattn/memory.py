@@ -1,5 +1,7 @@
 """Measure the memory of tensors: by PyTorch's allocator on a GPU, by watching the operators on a CPU."""
 
+import contextlib
+import gc
 import weakref
 
 import torch
@@ -74,3 +76,29 @@ def peak_memory_bytes(function, device):
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
     return memory.peak_bytes
+
+
+def free_memory(device):
+    """Give back to the GPU what no tensor uses."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def total_memory_bytes(device):
+    """Return the bytes of a GPU's memory, 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
+@contextlib.contextmanager
+def memory_at_most(limit_bytes, device):
+    """Return a context in which PyTorch has no more of a GPU's memory than that; on a CPU nothing is held."""
+    if device.type != "cuda":
+        yield
+        return
+    free_memory(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total_memory_bytes(device)), device.index)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device.index)

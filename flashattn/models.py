@@ -4,8 +4,6 @@
 flashattn/bench.py says what the rows mean.
 """
 
-import contextlib
-import gc
 import math
 import time
 from typing import NamedTuple
@@ -13,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from .gpt import GPT, mixed_precision, next_token_loss
-from .memory import watch_memory
+from .memory import free_memory, memory_at_most, total_memory_bytes, watch_memory
 
 
 class Model(NamedTuple):
@@ -84,7 +82,7 @@ def training_figures(model, call, batch, seqlen, device="cuda"):
         short = _shortage(error, model, ledger)
     free_memory(device)  # here, where the error no longer holds the tensors
     if short:
-        yield "training_step", "out_of_memory", "bytes", [_total_bytes(device)] * 3, short
+        yield "training_step", "out_of_memory", "bytes", [total_memory_bytes(device)] * 3, short
 
 
 def _training_figures(model, ledger, batch, seqlen, device):
@@ -149,7 +147,7 @@ def forward_figures(model, call, batch, seqlen, device="cuda", limit_bytes=SMALL
         What :func:`training_figures` does, for inference and then for training.
     """
     device = torch.device(device)
-    with _at_most(limit_bytes, device):
+    with memory_at_most(limit_bytes, device):
         gpt = tokens = None
         for gradients in (False, True):
             ledger, params = AttentionLedger(call), dict(gradients=gradients, limit_bytes=limit_bytes)
@@ -206,31 +204,6 @@ def _shortage(error, model, ledger):
 def _sizes(model):
     """Return what the columns of a row do not say of a model."""
     return dict(layers=model.layers, width=model.width, vocabulary=model.vocabulary)
-
-
-@contextlib.contextmanager
-def _at_most(limit_bytes, device):
-    """Let PyTorch have no more of a GPU's memory than that."""
-    if device.type != "cuda":
-        yield
-        return
-    free_memory(device)
-    torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / _total_bytes(device)), device.index)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, device.index)
-
-
-def _total_bytes(device):
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
-def free_memory(device):
-    """Give back to the GPU what no tensor uses."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def bytes_of(tensors):

@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .api import flash_attention
 from .bench import draw
-from .memory import peak_memory_bytes
+from .memory import memory_at_most, peak_memory_bytes
+from .models import quantiles
 from .peers import Shape
 from .reference import attention_reference
 from .ring import ring_attention, ring_shard, ring_unshard
@@ -61,8 +62,7 @@ class Measured:
 
     def tell(self, direction, metric, unit, values, n_gpus, **params):
         """Print a measurement: three percentiles of values."""
-        found = torch.quantile(torch.tensor(values, dtype=torch.float64), torch.tensor([0.2, 0.5, 0.8]).double())
-        record = dict(direction=direction, metric=metric, unit=unit, percentiles=found.tolist(), n_gpus=n_gpus)
+        record = dict(direction=direction, metric=metric, unit=unit, percentiles=quantiles(values), n_gpus=n_gpus)
         if self.rank == 0:
             print(json.dumps(record | dict(params=params)), flush=True)
 
@@ -171,20 +171,14 @@ def run_capped(ranks, ring, one, peak_bytes):
     """Give each process CAP of what one GPU holds at its peak, and see which of the two ways gets through."""
     cap = int(CAP * peak_bytes)
     for n_gpus, call in ((ranks.size, ring), (1, one)):
-        done = 1.0
+        done = float(n_gpus == 1 and ranks.rank > 0)  # a rank without a part does not fail at it
         if n_gpus > 1 or ranks.rank == 0:
             inputs = ranks.inputs(whole=n_gpus == 1)
-            gc.collect()
-            torch.cuda.empty_cache()
-            torch.cuda.set_per_process_memory_fraction(cap / torch.cuda.mem_get_info()[1])
-            try:
+            with memory_at_most(cap, ranks.device), contextlib.suppress(torch.OutOfMemoryError):
                 ranks.results(call, inputs)
                 torch.cuda.synchronize()
-            except torch.OutOfMemoryError:
-                done = 0.0
-            finally:
-                torch.cuda.set_per_process_memory_fraction(1.0)
-                inputs = None
+                done = 1.0
+            inputs = None
         done = 1 - ranks.largest([1 - done])[0]
         ranks.tell("forward_backward", "completes", "1 or 0", [done], n_gpus, cap_bytes=cap)
 

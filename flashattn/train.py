@@ -7,15 +7,13 @@ two good runs are that do differ.
 """
 
 import argparse
-import csv
 import gc
-import os
 import statistics
 from pathlib import Path
 
 import torch
 
-from .bench import DATA
+from .bench import DATA, read_table, write_table
 from .gpt import train
 from .testing import machine_facts
 
@@ -44,14 +42,10 @@ def load_training(**wanted):
         last MEAN_OF steps) or "test_loss" (on text that is not trained on), both in nats a token, "peak_memory" in
         bytes, or "throughput" in tokens/s (the median step after the first WARM_UP).
     """
-    path = DATA / "training.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        rows = [
-            row | {name: int(row[name]) for name in _NUMBERS} | dict(value=float(row["value"]))
-            for row in csv.DictReader(file)
-        ]
+    rows = [
+        row | {name: int(row[name]) for name in _NUMBERS} | dict(value=float(row["value"]))
+        for row in read_table(DATA / "training.csv")
+    ]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -119,19 +113,9 @@ def record(path, device, sizes, dtype=None, impls=IMPLS, test_every=TEST_EVERY):
             f"{impl} seed {seed}: {sum(run.steps_s):.0f} s, loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}, ", end=""
         )
         print(f"{rows[-1]['value']} tokens/s, {run.peak_bytes / 1e9:.2f} GB", flush=True)
-        _write(path, rows)
+        write_table(path, COLUMNS, rows)
         gc.collect()  # model and optimizer lie in a cycle, and would count in the next run's memory
     return rows
-
-
-def _write(path, rows):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sibling = path.with_suffix(".writing")
-    with open(sibling, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(sibling, path)
 
 
 def main(arguments=None):

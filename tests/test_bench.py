@@ -305,7 +305,7 @@ def runs_short(shape, error=torch.OutOfMemoryError, after=1):
 
 
 def test_out_of_memory_is_a_row(toy_suite, monkeypatch):
-    monkeypatch.setattr(models, "_total_bytes", lambda device: 10**9)
+    monkeypatch.setattr(models, "total_memory_bytes", lambda device: 10**9)
     cells = [bench.Cell("model", TOY_SHAPE, "eager", name) for name in ("gpt2", "gpt_10b")]
     builders = dict(eager=runs_short)
     measured, rows = toy_suite(*cells, implementations=builders)
@@ -416,7 +416,7 @@ def test_goals_are_computed_from_the_rows(folder):
         made_up_row("compile", "flashattn", "forward", a, 2.5, "first_call", "s"),
         made_up_row("core", "flashattn", "forward_backward", a, 0.4, "rel_err", "budgets"),
     ]  # fmt: skip
-    bench._write(folder / "test_gpu.csv", rows)
+    bench.write_table(folder / "test_gpu.csv", bench.COLUMNS, rows)
     found = {goal.rule: goal for goal in goals.check_goals("test_gpu")}
 
     def goal(beginning):
@@ -440,6 +440,20 @@ def test_goals_are_computed_from_the_rows(folder):
     assert goal("core, backward: at least 1.30").reached is None
 
 
+def test_goals_of_the_ring_tell_two_gpus_from_one(folder):
+    shape = Shape(1, 16, 16, 262144, 128, True)
+    rows = [
+        made_up_row("ring", "flashattn", "forward_backward", shape, value, metric, unit) | dict(n_gpus=n_gpus)
+        for metric, unit, by_gpus in (("time", "ms", (2.0, 1.1)), ("rel_err", "budgets", (0.3, 0.6)))
+        for n_gpus, value in ((2, by_gpus[1]), (1, by_gpus[0]))  # in the order of the bench
+    ]
+    bench.write_table(folder / "test_gpu.csv", bench.COLUMNS, rows)
+    found = {goal.rule: goal for goal in goals.check_goals("test_gpu")}
+    time = found["ring, forward and backward: time on 2 GPUs at most 0.6 of that on 1"]
+    assert time.measured == pytest.approx(0.55) and time.reached and time.n_cells == 1
+    assert found["error within the budget in every timed cell"].measured == 0.6
+
+
 def test_nothing_recorded_reaches_nothing(folder):
     assert {goal.reached for goal in goals.check_goals("no_such_gpu")} == {None}
 
@@ -455,7 +469,7 @@ def test_readme_table_has_rates_in_a_fixed_order(folder, monkeypatch):
         made_up_row("core", "flashattn", "forward_backward", shape, 0.4, "rel_err", "budgets"),
         made_up_row("wide", "flex", "forward", shape, 1.0),
     ]
-    bench._write(folder / "test_gpu.csv", rows)
+    bench.write_table(folder / "test_gpu.csv", bench.COLUMNS, rows)
     # Causal: half of 4 * 16 * 32 * 1024^2 * 64 operations is 0.0687 T, in 1 ms 69 T/s; 2.5 times that in 2 ms is 86.
     assert status.results_table().splitlines()[-3:] == [
         "| head_dim | N | causal | flashattn | fa3 |",

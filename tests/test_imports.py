@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "bench": {"memory", "models", "peers", "testing"},
     "train": {"bench", "gpt", "testing"},
     "ring": {"api", "backward", "derivative", "forward", "ops"},
-    "ring_bench": {"api", "bench", "memory", "peers", "reference", "ring", "testing"},
+    "ring_bench": {"api", "bench", "memory", "models", "peers", "reference", "ring", "testing"},
     "goals": {"bench", "cost"},
     "explorer": {"figures"},
     "interactive": {"cost", "figures"},
