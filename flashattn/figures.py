@@ -1179,7 +1179,7 @@ class Table:
         caption = html.escape(self.caption)
         return (
             f'<div role="region" aria-label="{caption}" tabindex="0" style="overflow-x:auto">'
-            f'<table class="table"><caption style="text-align:left">{caption}</caption><thead><tr>{head}</tr></thead>'
+            f'<table class="table"><caption>{caption}</caption><thead><tr>{head}</tr></thead>'
             f"<tbody>{body}</tbody></table></div>"
         )
 
