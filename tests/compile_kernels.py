@@ -112,11 +112,10 @@ def compile_kernel(direction, head_dim, dtype, causal, target, extras=(), config
     types, hints = signature_of(kernel, dtype, constants)
     source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
     gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=config.fuse)
+    options = {name: x for name, x in config.launch().items() if not name.startswith("BLOCK")}
     compiled = triton.compile(source, target=gpu, options=options)
-    launch = {name: value for name, value in config._asdict().items() if name != "fuse"}
     row = dict(target=target, triton=triton.__version__, direction=direction, head_dim=head_dim, dtype=dtype)
-    row |= dict(causal=causal, extras="+".join(extras), **launch, shared_bytes=compiled.metadata.shared)
+    row |= dict(causal=causal, extras="+".join(extras), **config._asdict(), shared_bytes=compiled.metadata.shared)
     return row | (ptxas_report(compiled.asm["ptx"]) if "ptx" in compiled.asm else amd_report(compiled.asm["amdgcn"]))
 
 
@@ -177,7 +176,7 @@ def sweep():
             True,
             target,
             [],
-            BlockConfig(*blocks, head_dim, head_dim, warps, stages, True),
+            BlockConfig(*blocks, head_dim, head_dim, warps, stages),
         ]
         for target in ("sm_80", "sm_89", "sm_90", "sm_120")
         for head_dim in (64, 128)

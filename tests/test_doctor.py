@@ -219,7 +219,7 @@ def test_text_on_a_gpu(monkeypatch, capsys):
 
     def block_config(kernel, *_, **__):
         block_m, block_n, *schedule = blocks[kernel]
-        return BlockConfig(block_m, block_n, 64, 64, *schedule, fuse=True)
+        return BlockConfig(block_m, block_n, 64, 64, *schedule)
 
     monkeypatch.setattr(doctor, "block_config", block_config)
     monkeypatch.setattr(doctor, "facts", lambda: ON_GPU)

@@ -303,13 +303,26 @@ def test_many_batch_entries_and_heads(batch, heads, device):
 
 @pytest.mark.parametrize("dtype, size", [("fp16", 65504.0), ("bf16", 1e15), ("fp32", 1e15)])
 def test_scores_of_any_finite_size(dtype, size, device):
-    """All scores of a row are equal and huge, so that its weights are: a score minus the largest must be exactly 0."""
+    """A score minus the largest, or minus an lse that it makes alone, must be exactly 0, however large the score is."""
     q = k = torch.full((2, 2, 70, 64), size, dtype=DTYPES[dtype], device=device)
     v = torch.randn(2, 2, 70, 64, device=device).to(q.dtype)
     expected = v.float().mean(dim=2, keepdim=True).expand_as(v)
     torch.testing.assert_close(
         flash_attention(q, k, v).float(), expected, rtol=0, atol=2e-2 if dtype == "bf16" else 2e-3
     )
+    # Of keys that differ, one takes all the weight: dv is the sum of do there, 0 elsewhere, and nothing moves q or k.
+    k = (k * torch.linspace(0.5, 1, 70, device=device)[:, None]).to(q.dtype).clone()
+    k[:, :, 40] *= -1
+    q = -q
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attention(*tensors)
+    do = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, tensors, do)
+    assert torch.equal(out, v[:, :, 40:41].expand_as(out))
+    expected = torch.zeros_like(v, dtype=torch.float32)
+    expected[:, :, 40] = do.float().sum(dim=2)
+    torch.testing.assert_close(dv.float(), expected, rtol=2e-2 if dtype == "bf16" else 2e-3, atol=2e-2)
+    assert not dq.any() and not dk.any()
 
 
 # Launches that are remembered
