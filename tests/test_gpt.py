@@ -165,8 +165,8 @@ def test_means_of_losses_are_of_whole_groups():
     assert train.mean_losses([1.0, 3.0, 5.0, 7.0, 9.0], mean_of=2) == {2: 2.0, 4: 6.0}
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_the_command_says_so():
+def test_without_a_gpu_the_command_says_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match="on a GPU, and there is none here"):
         train.main([])
 
