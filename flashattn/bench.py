@@ -148,6 +148,11 @@ def _core():
         yield _shape(seqlen, head_dim, causal), PEERS
 
 
+def _atomics():
+    for head_dim, seqlen, causal in itertools.product((64, 128), (1024, 4096, 16384), (False, True)):
+        yield _shape(seqlen, head_dim, causal), ("flashattn", "flashattn_atomic")
+
+
 def _wide():
     for head_dim, causal in itertools.product((32, 96, 192, 256), (False, True)):
         yield _shape(4096, head_dim, causal), PEERS
@@ -451,6 +456,7 @@ def ring_rows(cell, build, device="cuda", limit_s=180):
 # suite -> (its shapes and their implementations, how a cell is measured)
 SUITES = {
     "core": (_core, time_rows),
+    "atomics": (_atomics, time_rows),
     "wide": (_wide, time_rows),
     "short": (_short, short_rows),
     "memory": (_memory, memory_rows),

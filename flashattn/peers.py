@@ -57,6 +57,14 @@ def _flashattn(shape):
     return {"": functools.partial(flash_attention, causal=shape.causal, window=shape.window)}
 
 
+def _flashattn_atomic(shape):
+    from .atomic import attention_atomic  # here, so that this file needs no Triton
+
+    if shape.window:
+        raise NotImplementedError("no window")
+    return {"": functools.partial(attention_atomic, causal=shape.causal)}
+
+
 def _sdpa(shape):
     if shape.window:
         raise NotImplementedError("no window")
@@ -109,6 +117,7 @@ def _fa3(shape):
 
 IMPLEMENTATIONS = {
     "flashattn": _flashattn,
+    "flashattn_atomic": _flashattn_atomic,
     "sdpa_flash": _sdpa,
     "sdpa_cudnn": _sdpa,
     "sdpa_efficient": _sdpa,
