@@ -32,8 +32,6 @@ GPUS = {
 # Matrix products of size seqlen_q x seqlen_k x head_dim: S = QK^T and O = PV forward; S again, dP, dV, dK, dQ backward.
 FORWARD_MATMULS = 2
 BACKWARD_MATMULS = 5
-# The split backward of this package recomputes S and dP once more, so that every gradient has one writer.
-SPLIT_BACKWARD_MATMULS = 7
 
 
 def score_count(batch, heads, seqlen_q, seqlen_k):
