@@ -23,7 +23,15 @@ from processes import python
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn
-from flashattn import attention_reference, flash_attention, flash_attention_varlen, ops, scaled_dot_product_attention
+from flashattn import (
+    PagedKVCache,
+    attention_reference,
+    flash_attention,
+    flash_attention_varlen,
+    flash_decode,
+    ops,
+    scaled_dot_product_attention,
+)
 from flashattn.bench import load_targets
 from flashattn.configs import TARGETS, Target, block_config, target_of
 from flashattn.testing import DTYPES, FACTOR, Case, Inputs, error_ratios, make_inputs, max_error, run
@@ -31,7 +39,6 @@ from flashattn.testing import DTYPES, FACTOR, Case, Inputs, error_ratios, make_i
 pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWarning")]  # NumPy's, in the interpreter
 param, parametrize = pytest.param, pytest.mark.parametrize
 gpu, two_gpus = pytest.mark.gpu, pytest.mark.two_gpus
-waits = pytest.mark.skip(reason="waits for paged decoding")
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = Path(flashattn.__file__).parent
@@ -719,9 +726,26 @@ def test_tokens_times_heads_times_head_dim(shape, expanded, device, most_memory)
         assert_results_within({name: actual}, *({name: y} for y in others))
 
 
-@parametrize("case_id", [param("B39-page-ids", marks=waits)], indirect=True)
-def test_page_ids_times_page_stride(case_id):
-    raise AssertionError("not written yet")
+@case("B39-page-ids")
+def test_page_ids_times_page_stride(wide_memory, device):
+    """Pages past 2^31 elements: the id of a page, and its stride, are both numbers of 32 bits."""
+    page_stride, page_size = 2**17, 16
+    n_pages = wide_memory.numel() // page_stride
+    ids = [n_pages - 1, 3, 2**14 + 7, n_pages - 2]  # 2^14 pages are 2^31 elements
+    q = random(device, 1, 4, 1, 16, dtype=torch.float16)
+    k, v = random(device, 2, len(ids), 2, page_size, 16, dtype=torch.float16)
+    stores = []
+    for offset, rows in ((0, k), (2**16, v)):
+        sizes, strides = (n_pages, 2, page_size, 16), (page_stride, page_size * 16, 16, 1)
+        store = wide_memory[offset:].as_strided(sizes, strides)
+        store[ids] = rows
+        stores.append(store)
+    table = torch.tensor([[*ids, 2**31 - 1]], dtype=torch.int32, device=device)
+    lengths = torch.tensor([page_size * len(ids) - 1], dtype=torch.int32, device=device)
+    small = torch.tensor([[*range(len(ids)), -1]], dtype=torch.int32, device=device)
+    expected = flash_decode(q, k, v, small, lengths)
+    assert expected.isfinite().all()
+    assert torch.equal(expected, flash_decode(q, *stores, table, lengths))
 
 
 @case("B40")
@@ -1363,6 +1387,20 @@ def test_more_than_one_version_of_triton():
 # Paged decoding
 
 
-@parametrize("case_id", [param("B83", marks=waits)], indirect=True)
-def test_page_size(case_id):
-    raise AssertionError("not written yet")
+@case("B83")
+def test_page_size(device):
+    """Those that are offered work; others are refused by name, and nothing else is tried instead."""
+    q = random(device, 1, 2, 1, 16)
+    lengths = torch.tensor([15], dtype=torch.int32, device=device)
+    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    for page_size in (1, 8, 16, 24, 32, 48, 64, 128, 256, 512):
+        k, v = random(device, 2, 1, 2, page_size, 16)
+        if page_size in (16, 32, 64, 128, 256):
+            expected, _ = attention_reference(q.double(), k[:, :, :15].double(), v[:, :, :15].double())
+            torch.testing.assert_close(flash_decode(q, k, v, table, lengths).double(), expected, rtol=0.02, atol=0.02)
+            PagedKVCache(1, 2, 16, page_size=page_size, device=device)
+        else:
+            with pytest.raises(ValueError, match=f"`k_pages` must have page_size 16, .* or 256, got {page_size}"):
+                flash_decode(q, k, v, table, lengths)
+            with pytest.raises(ValueError, match=f"`page_size` must be 16, .* or 256, got {page_size}"):
+                PagedKVCache(1, 2, 16, page_size=page_size, device=device)

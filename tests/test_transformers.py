@@ -28,6 +28,7 @@ from transformers import (  # noqa: E402
 from transformers.masking_utils import sdpa_mask  # noqa: E402
 
 import flashattn.integrations.transformers as integration  # noqa: E402
+from flashattn.paged import OutOfPages  # noqa: E402
 from flashattn.testing import FACTOR, max_error  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -428,3 +429,210 @@ def test_other_implementations_still_load():
         wrapped("flash_attention_without_a_package")
     integration._register()
     assert transformers.modeling_utils.lazy_import_flash_attention is wrapped
+
+
+# Keys in pages
+
+
+def paged(model, n_pages=30, **options):
+    return integration.PagedCache.for_model(model, n_pages, page_size=16, **options)
+
+
+def decodes(monkeypatch):
+    """Return the list that will hold the number of tokens of each call of flash_decode."""
+    from flashattn import paged as module
+
+    seen, call = [], module.flash_decode
+    monkeypatch.setattr(
+        module, "flash_decode", lambda q, *args, **options: seen.append(q.shape[2]) or call(q, *args, **options)
+    )
+    return seen
+
+
+@parametrize("name, side", [("llama", "none"), *((name, "left") for name in DECODERS)])
+def test_generate_from_pages(name, side, device, monkeypatch):
+    """The same greedy tokens as with transformers' own cache and attention; steps of one token run on the pages."""
+    mask = torch.ones_like(tokens(device)) if side == "none" else padding(side, device)
+    other = yardsticks(name)[-1]
+    models = {other: make_model(name, other, device=device)}
+    models["flashattn"] = make_model(name, "flashattn", models[other], device=device)
+    options = dict(input_ids=tokens(device), attention_mask=mask, max_new_tokens=6, do_sample=False)
+    options |= dict(output_logits=True, return_dict_in_generate=True)
+    expected = models[other].generate(**options)
+    contiguous = models["flashattn"].generate(**options)
+    seen = decodes(monkeypatch)
+    cache = paged(models["flashattn"])
+    actual = models["flashattn"].generate(**options, past_key_values=cache)
+    assert torch.equal(actual.sequences, expected.sequences) and torch.equal(actual.sequences, contiguous.sequences)
+    torch.testing.assert_close(torch.stack(actual.logits), torch.stack(expected.logits), rtol=1e-4, atol=1e-4)
+    n_layers = cache.pages.n_layers
+    assert seen == [1] * (5 * n_layers)
+    n_padded = int((1 - mask).sum())
+    assert sum(map(cache.pages.length, cache.sequences)) == BATCH * (SEQLEN + 5) - n_padded  # padding is not stored
+    cache.reset()
+    assert cache.pages.n_free == 30
+
+
+def test_beams_and_answers_share_pages(device):
+    sdpa = make_model("llama", "sdpa", device=device)
+    flash = make_model("llama", "flashattn", sdpa, device=device)
+    options = dict(input_ids=tokens(device), attention_mask=padding("left", device), max_new_tokens=6, do_sample=False)
+    beams = options | dict(num_beams=3)
+    cache = paged(flash)
+    assert torch.equal(flash.generate(**beams, past_key_values=cache), sdpa.generate(**beams))
+    assert cache.batch_size == 6
+    usage = cache.pages.usage()
+    assert usage.used_bytes < usage.logical_bytes
+
+
+def test_a_prompt_is_read_once_and_forked(device, monkeypatch):
+    """Two questions behind one prompt, in its pages."""
+    model = make_model("llama", "flashattn", device=device)
+    prompt, questions = tokens(device, batch=1), tokens(device, seqlen=5)
+    first = paged(model)
+    with torch.no_grad():
+        model(input_ids=prompt, past_key_values=first)
+        free = first.pages.n_free
+        caches = [first.fork(), first.fork()]
+        assert first.pages.n_free == free
+        seen = decodes(monkeypatch)
+        for question, cache in zip(questions, caches, strict=True):
+            actual = model(input_ids=question[None], past_key_values=cache).logits
+            whole = model(input_ids=torch.cat((prompt, question[None]), 1), use_cache=False).logits
+            torch.testing.assert_close(actual, whole[:, SEQLEN:], rtol=1e-4, atol=1e-4)
+    assert seen == [5, 5]  # several tokens at once are decoded, too
+
+
+@parametrize("name", ["llama", "mistral"])
+@parametrize("side, n_new", [("none", 5), ("none", 20), ("left", 20)])
+def test_a_turn_on_top_of_pages(name, side, n_new, device):
+    """Short turns are decoded; for long ones the keys are gathered, padding again in its place."""
+    first, second = tokens(device), tokens(device, seqlen=n_new)
+    mask = padding(side, device)
+    mask = torch.ones_like(first) if mask is None else mask
+    both = torch.cat((mask, torch.ones_like(second)), dim=1)
+    eager = make_model(name, "eager", device=device)
+    flash = make_model(name, "flashattn", eager, device=device)
+    with torch.no_grad():
+        truth = eager(input_ids=torch.cat((first, second), 1), attention_mask=both, use_cache=False).logits[:, SEQLEN:]
+        cache = paged(flash)
+        flash(input_ids=first, attention_mask=mask, past_key_values=cache)
+        actual = flash(input_ids=second, attention_mask=both, past_key_values=cache).logits
+        if side == "left":
+            assert cache.pages.length(cache.sequences[1]) == SEQLEN + n_new - 5
+    torch.testing.assert_close(actual, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_padding_within_a_turn(device):
+    """A second turn of different lengths, padded on the right: neither decoded nor stored where it is padding."""
+    first, second = tokens(device), tokens(device, seqlen=5)
+    mask = torch.ones(BATCH, SEQLEN + 5, dtype=torch.long, device=device)
+    mask[1, -2:] = 0
+    eager = make_model("llama", "eager", device=device)
+    flash = make_model("llama", "flashattn", eager, device=device)
+    with torch.no_grad():
+        truth = eager(input_ids=torch.cat((first, second), 1), attention_mask=mask, use_cache=False).logits[:, SEQLEN:]
+        cache = paged(flash)
+        flash(input_ids=first, past_key_values=cache)
+        actual = flash(input_ids=second, attention_mask=mask, past_key_values=cache).logits
+    kept = mask[:, SEQLEN:].bool()
+    torch.testing.assert_close(actual[kept], truth[kept], rtol=1e-4, atol=1e-4)
+    assert [*map(cache.pages.length, cache.sequences)] == [SEQLEN + 5, SEQLEN + 3]
+    with pytest.raises(
+        NotImplementedError, match=r"`tokens_to_remove` must not reach tokens with padding .* 0 at most"
+    ):
+        cache.crop(-1)
+
+
+def test_crop(device):
+    """Tokens that a draft proposed and the model refused are forgotten, and their pages are free."""
+    model = make_model("llama", "flashattn", device=device)
+    ids = tokens(device, seqlen=20)
+    cache = paged(model)
+    with torch.no_grad():
+        model(input_ids=ids[:, :12], past_key_values=cache)
+        free = cache.pages.n_free
+        model(input_ids=ids[:, 4:12], past_key_values=cache)
+        cache.crop(-8)
+        assert cache.pages.n_free == free and cache.get_seq_length() == 12
+        actual = model(input_ids=ids[:, 12:], past_key_values=cache).logits
+        whole = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(actual, whole[:, 12:], rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match="`tokens_to_remove` must be 0 or negative, got 3"):
+        cache.crop(3)
+
+
+def test_guessed_tokens_are_checked_in_one_step(device, monkeypatch):
+    """The prompt is a draft: several of its tokens are guessed, which one call of flash_decode checks; those refused are cropped."""
+    model = make_model("llama", "flashattn", device=device)
+    ids = tokens(device, batch=1).repeat(1, 2)
+    options = dict(input_ids=ids, max_new_tokens=8, do_sample=False)
+    expected = model.generate(**options)
+    seen = decodes(monkeypatch)
+    cache = paged(model)
+    assert torch.equal(model.generate(**options, prompt_lookup_num_tokens=3, past_key_values=cache), expected)
+    assert max(seen) > 1
+    assert cache.pages.length(cache.sequences[0]) == cache.get_seq_length()
+
+
+def test_out_of_pages(device):
+    """Nothing is lost: the batch goes on once there is room again."""
+    model = make_model("llama", "flashattn", device=device)
+    ids = tokens(device, batch=1, seqlen=40)
+    cache = paged(model, 3)
+    other = cache.pages.allocate()
+    cache.pages.reserve([other], 20)
+    with torch.no_grad():
+        with pytest.raises(OutOfPages, match="2 pages are needed and 1 are free"):
+            model(input_ids=ids[:, :20], past_key_values=cache)
+        assert cache.pages.n_free == 1 and cache.get_seq_length() == 0
+        model(input_ids=ids[:, :10], past_key_values=cache)
+        with pytest.raises(OutOfPages):
+            model(input_ids=ids[:, 10:], past_key_values=cache)
+        cache.pages.free(other)
+        actual = model(input_ids=ids[:, 10:], past_key_values=cache).logits
+        whole = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(actual, whole[:, 10:], rtol=1e-4, atol=1e-4)
+
+
+def test_fp8_cache(device):
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no fp8")
+    model = make_model("llama", "flashattn", device=device)
+    ids = tokens(device)
+    with torch.no_grad():
+        exact = model(input_ids=ids, use_cache=False).logits[:, -1:]
+        cache = paged(model, dtype=torch.float8_e4m3fn, k_scale=0.05, v_scale=0.05)
+        model(input_ids=ids[:, :-1], past_key_values=cache)
+        rounded = model(input_ids=ids[:, -1:], past_key_values=cache).logits
+    assert 0 < (rounded - exact).abs().max() < 0.1 * exact.abs().max()
+
+
+def test_what_a_paged_cache_refuses(device):
+    sdpa = make_model("llama", "sdpa", device=device)
+    ids = tokens(device)
+    with pytest.raises(NotImplementedError, match="a PagedCache needs attn_implementation='flashattn'"):
+        sdpa(input_ids=ids, past_key_values=paged(sdpa))
+    with pytest.raises(NotImplementedError, match="a PagedCache needs attn_implementation='flashattn'"):
+        make_model("llama", "eager", device=device)(input_ids=ids, past_key_values=paged(sdpa))
+    model = make_model("llama", "flashattn", sdpa, device=device)
+    with pytest.raises(TypeError, match=r"`pages` must be a flashattn.PagedKVCache, got int"):
+        integration.PagedCache(3)
+    whole = torch.ones(BATCH, 1, SEQLEN, SEQLEN, dtype=torch.bool, device=device).tril()
+    with pytest.raises(
+        NotImplementedError,
+        match=r"`attention_mask` must be about padding alone with a PagedCache, .* \(2, 1, 14, 14\)",
+    ):
+        model(input_ids=ids, attention_mask=whole, past_key_values=paged(model))
+    with torch.no_grad():
+        cache = paged(model)
+        model(input_ids=ids, attention_mask=padding("left", device), past_key_values=cache)
+        with pytest.raises(
+            ValueError, match=r"`attention_mask` must show the tokens in the PagedCache, \[15, 10\] .*, got \[15, 15\]"
+        ):
+            model(input_ids=ids[:, :1], past_key_values=cache)
+        with pytest.raises(ValueError, match=r"`input_ids` must have batch 2 like the PagedCache, got 1"):
+            model(input_ids=ids[:1], past_key_values=cache)
+    offsets = torch.tensor([0, SEQLEN], dtype=torch.int32, device=device)
+    with pytest.raises(NotImplementedError, match="`cu_seq_lens_q` must be None with a PagedCache"):
+        model(input_ids=ids[:1], cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, past_key_values=paged(model))

@@ -39,7 +39,9 @@ from ..api import (
 )
 from ..module import attend_packed
 from ..ops import attention
+from .paged_cache import NewRows, PagedCache
 
+__all__ = ["NAME", "PagedCache", "flashattn_attention", "flashattn_mask"]
 NAME = "flashattn"
 # What a model may pass that changes the result and that the kernels do not have.
 REFUSED = ("s_aux", "sinks", "indices", "block_indices", "head_mask", "layer_head_mask")
@@ -54,7 +56,8 @@ def flashattn_attention(
     Args:
         module: the layer; its ``is_causal`` and ``config`` are read where the call does not say.
         query: (batch, heads, seqlen_q, head_dim).
-        key, value: (batch, heads_kv, seqlen_k, head_dim), not repeated for grouped queries.
+        key, value: (batch, heads_kv, seqlen_k, head_dim), not repeated for grouped queries, or what a
+            :class:`PagedCache` returned, whose pages hold the others.
         attention_mask: what ``flashattn_mask`` returned, or a 4-D mask, boolean or additive. A 4-D mask says everything
             about who sees whom; else ``is_causal`` and ``sliding_window`` do, the last query at the last key.
         dropout: only 0.
@@ -76,10 +79,19 @@ def flashattn_attention(
     Source: the documentation of ``transformers.AttentionInterface``. Chapter: 11.
     """
     _refuse(dropout, position_bias, kwargs)
-    query, key, value = _autocast(query, key, value)
+    pages, layer = (key.cache, key.layer) if isinstance(key, NewRows) else (None, None)
+    query, key, value = _autocast(query, *(x.rows if isinstance(x, NewRows) else x for x in (key, value)))
     is_whole = attention_mask is not None and attention_mask.dim() == 4
     causal, window = (False, None) if is_whole else _causal_and_window(module, is_causal, sliding_window)
     options = dict(causal=causal, window=window, softcap=softcap, scale=scaling)
+    if pages is not None:
+        if cu_seq_lens_q is not None:
+            raise NotImplementedError(f"`cu_seq_lens_q` must be None with a PagedCache in {NAME}, got a tensor")
+        step = pages.store(layer, key, value, attention_mask)
+        if step is not None and position_bias is None and (causal or query.shape[2] == 1):
+            options.pop("causal")
+            return pages.pages.attend(query, step, layer, **options).transpose(1, 2), None
+        key, value = pages.dense(layer, key, value, attention_mask)
     if attention_mask is None and position_bias is None:
         if cu_seq_lens_q is not None:
             return _varlen(query, key, value, cu_seq_lens_q, cu_seq_lens_k, options), None
