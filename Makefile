@@ -7,7 +7,7 @@ BOOK := _build/html/index.html
 CACHE := _build/.jupyter_cache
 NOTEBOOKS := $(sort $(wildcard notebooks/*.ipynb))
 SOURCES := $(NOTEBOOKS) $(wildcard *.yml book/*.md book/*.bib book/_static/* book/_ext/*.py flashattn/*.py flashattn/integrations/*.py flashattn/*.js flashattn/data/*)
-GPU_TESTS := $(addprefix tests/test_,kernels.py api.py ops.py sdpa.py cases.py properties.py doctor.py gpt.py module.py transformers.py)
+GPU_TESTS := $(addprefix tests/test_,kernels.py api.py ops.py sdpa.py cases.py properties.py doctor.py gpt.py module.py transformers.py atomic.py decode.py paged.py fp8.py sparse.py)
 JOBS ?= $(shell python3 -c 'import os; print(min(os.cpu_count(), 8))')
 # One thread a process: two notebooks or test workers side by side would otherwise fight over the cores.
 export OMP_NUM_THREADS ?= 1

@@ -230,7 +230,7 @@ def _autocast(*tensors):
     return tuple(x.to(dtype) if getattr(x, "dtype", None) in SUPPORTED_DTYPES else x for x in tensors)
 
 
-def _check_tensors(named, layout):
+def _check_tensors(named, layout, dtypes=SUPPORTED_DTYPES):
     """Raise unless q, k and v, under the names the caller knows them by, go together."""
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     n_dims = layout.count(",") + 1
@@ -239,8 +239,9 @@ def _check_tensors(named, layout):
             raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
         if x.dim() != n_dims:
             raise ValueError(f"`{name}` must be {n_dims}-D, {layout}, got shape {tuple(x.shape)}")
-        if x.dtype not in SUPPORTED_DTYPES:
-            raise TypeError(f"`{name}` must be float16, bfloat16 or float32, got {_dtype_name(x)}")
+        if x.dtype not in dtypes:
+            wanted = "float16, bfloat16 or float32" if dtypes == SUPPORTED_DTYPES else _dtype_name(dtypes[0])
+            raise TypeError(f"`{name}` must be {wanted}, got {_dtype_name(x)}")
         if x.layout != torch.strided:
             raise TypeError(f"`{name}` must be a dense (strided) tensor, got layout {x.layout}")
     for name, x in ((k_name, k), (v_name, v)):
@@ -332,4 +333,5 @@ def _check_window(window):
 
 
 def _dtype_name(x):
-    return str(x.dtype).removeprefix("torch.")
+    """Name a dtype, or that of a tensor."""
+    return str(getattr(x, "dtype", x)).removeprefix("torch.")

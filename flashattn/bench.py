@@ -10,8 +10,21 @@ A row holds one metric of one implementation on one shape, as three percentiles 
 - rel_err, budgets: the worst error over the error budget.
 - peak_memory, bytes: the most bytes of tensors at once; in suite "memory" beyond q, k, v and do, in suite "model" all.
 - first_call, s: from nothing compiled.
+- quantize, ms: of rounding q, k and v to e4m3 with ``quantize_fp8``, before which q and k are rotated or not (params).
 - throughput, tokens/s: of whole training steps.
 - out_of_memory, bytes: the memory that was not enough, the GPU's or params["limit_bytes"] where PyTorch was held to it.
+
+Suite "decode": direction "forward" of one new token a sequence over seqlen_k keys, call by call and as a CUDA graph;
+flashattn's keys lie in pages of 64 in random order, those of the others behind each other. Impl "read" reads the same
+bytes and does nothing with them. params["way"] is the fastest of several ways to call: "kernel" (``streaming.read``) or
+"sum" (``torch.sum``) of read; "grouped" (``enable_gqa``) or "folded" (a key head's query heads as queries) of SDPA.
+
+Suite "fp8" is the forward pass alone. Inputs are those of suite core, in bf16 (column dtype); flashattn_fp8 and fa3_fp8
+get them rounded to e4m3 with a scale per head, which is not timed with them. The error budget is not theirs: they are
+held to twice the largest error of ``flashattn.fp8.attention_fp8_emulated``, the same roundings in PyTorch. At one shape
+there are errors of flashattn and flashattn_fp8 too, metric rel_err in unit "relative" (over the size of the truth):
+params inputs (gaussian; outliers in the same two channels of q and k; those rotated), scales (none, head or block) and
+norm (rms or max).
 
 Suite "model" measures whole models (``flashattn.models.MODELS``, named in params["model"]), bf16 and causal:
 
@@ -29,6 +42,10 @@ Suite "model" measures whole models (``flashattn.models.MODELS``, named in param
   optimizer and logits.
 - without params["model"]: attention alone, 12 heads of 64, full and causal, direction "forward" (no gradients wanted)
   and "forward_backward", metric time with params["graph"].
+
+Suite "sparse" times masks, each a ``flashattn.peers.Mask`` by the name in params["mask"], and dense attention as the
+yardstick. params["density"] is the share of all tiles of 128 by 128 that a mask leaves to be computed; flashattn and
+flex get their lists of tiles made beforehand.
 """
 
 import argparse
@@ -48,12 +65,15 @@ from typing import NamedTuple
 import torch
 
 from . import models
+from .fp8_bench import eight_bit_figures, error_figures
 from .memory import peak_memory_bytes
 from .peers import (
+    EIGHT_BIT,
     FLEX_WAYS,
     FORWARD_ONLY,
     IMPLEMENTATIONS,
     PEERS,
+    Mask,
     Shape,
     backend,
     fa3_module,
@@ -200,8 +220,32 @@ def _model_shape(name, batch, seqlen):
     return Shape(batch, model.heads, model.heads, seqlen, model.width // model.heads, True)
 
 
+def _sparse():
+    densities = [f"blocks {density}" for density in (1.0, 0.5, 0.25, 0.1, 0.05)]
+    for head_dim in (128, 64):
+        dense = Shape(1, 16, 16, TOKENS, head_dim, False)
+        yield dense, ("flashattn",)
+        yield dense._replace(causal=True), ("flashattn",)
+        for mask in ("window 1024", "documents", *densities):
+            both = head_dim == 128 or mask not in densities
+            yield dense._replace(mask=mask), ("flashattn", "flex") if both else ("flashattn",)
+
+
 def _ring():
     yield Shape(1, 16, 16, 262144, 128, True), ("flashattn",)
+
+
+PAGED = ("flashattn", "flex", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "read")
+
+
+def _decode():
+    for batch, seqlen in itertools.product((1, 8, 64), (1024, 8192, 65536)):
+        yield Shape(batch, 32, 8, seqlen, 128, False, n_tokens=1), PAGED
+
+
+def _fp8():
+    for head_dim, seqlen, causal in itertools.product((64, 128), (4096, 16384), (False, True)):
+        yield _shape(seqlen, head_dim, causal), ("flashattn", "flashattn_fp8", "sdpa_cudnn", "flex", "fa3", "fa3_fp8")
 
 
 def suite_cells(suite, wanted=()):
@@ -244,7 +288,10 @@ def _last_head(x, shape):
 @functools.lru_cache(maxsize=1)
 def _truth_and_budget(shape, device):
     q, k, v, do = (_last_head(x.detach(), shape) for x in draw(shape, device))
-    return error_budget(Inputs(q, k, v, do, None), causal=shape.causal, window=shape.window)
+    options = dict(causal=shape.causal, window=shape.window)
+    if shape.mask:
+        options = dict(visible=Mask(shape.mask, shape.seqlen, device).visible())
+    return error_budget(Inputs(q, k, v, do, None), **options)
 
 
 def worst_ratio(call, shape, inputs, backward=True):
@@ -274,7 +321,7 @@ def _percentiles_ms(function):
 def time_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
     """Time forward and backward of what is within the error budget. Of several ways to call, the fastest counts."""
     *qkv, do = draw(cell.shape, device)
-    backward = cell.impl not in FORWARD_ONLY
+    backward = cell.impl not in FORWARD_ONLY and cell.suite != "fp8"
     ratios, times = {}, {"forward": {}, "backward": {}}
     for way, call in build(cell.shape).items():
         try:
@@ -296,6 +343,48 @@ def time_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
             way = min(found, key=lambda way: found[way][1])
             params = dict(compile=way, compared=sorted(found)) if way else {}
             yield _row(cell, direction, "time", "ms", found[way], **params)
+
+
+def decode_rows(cell, build, device="cuda", percentiles=_percentiles_ms, graphs=(False, True)):
+    """Time a step of decoding that is within the error budget, call by call and as a CUDA graph: the fastest way."""
+    batch, heads, heads_kv, *lengths, head_dim = cell.shape.sizes()
+    generator = torch.Generator(device).manual_seed(0)
+    options = dict(device=device, dtype=DTYPES[cell.shape.dtype], generator=generator)
+    sizes = zip((heads, heads_kv, heads_kv), (lengths[0], lengths[1], lengths[1]), strict=True)
+    q, k, v = (torch.randn(batch, *size, head_dim, **options) for size in sizes)
+    ratios, times = {}, {graph: {} for graph in graphs}
+    for way, call in build(cell.shape).items():
+        try:
+            out = call(q, k, v)
+            if cell.impl != "read":
+                last = [_last_head(x, cell.shape) for x in (q, k, v)]
+                truth, budget = error_budget(Inputs(*last, torch.zeros_like(last[0]), None), causal=True)
+                ratios[way] = max_error(_last_head(out, cell.shape), truth["out"]) / budget["out"]
+                if not ratios[way] <= 1:
+                    raise ValueError(f"{ratios[way]:.3g} times the error budget, so not timed")
+            step = functools.partial(call, q, k, v)
+            for graph in graphs:
+                times[graph][way] = percentiles(_in_graph(step) if graph else step)
+        except Exception as error:  # a way that fails must not end a run of many
+            _report(cell, error, way)
+    if ratios:
+        yield _row(cell, "forward", "rel_err", "budgets", [max(ratios.values())] * 3)
+    for graph, found in times.items():
+        if found:
+            way = min(found, key=lambda way: found[way][1])
+            yield _row(cell, "forward", "time", "ms", found[way], graph=graph, **(dict(way=way) if way else {}))
+
+
+def sparse_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
+    """Time as ``time_rows`` does, and record the share of tiles that the mask leaves."""
+    params = {}
+    if cell.shape.mask:
+        shape = cell.shape
+        mask = Mask(shape.mask, shape.seqlen, device).tile_mask()
+        tiles = mask.tiles(shape.batch, shape.heads, shape.seqlen, shape.seqlen, device=device, block=Mask.BLOCK)
+        params = dict(density=tiles.density)
+    for row in time_rows(cell, build, device, percentiles):
+        yield row | dict(params=json.dumps(json.loads(row["params"]) | params, sort_keys=True))
 
 
 def _wall_ms(function, calls=100, repeats=20):
@@ -378,6 +467,24 @@ def crossover_rows(cell, call, device="cuda", timed=None):
     }
     for (graph, timer), (direction, step) in itertools.product(timed.items(), steps.items()):
         yield _row(cell, direction, "time", "ms", timer(step), graph=graph)
+
+
+def fp8_rows(cell, build, device="cuda", percentiles=_percentiles_ms, errors_at=(16384, 128, False)):
+    """Time the forward pass, in 8 bits for those in EIGHT_BIT. errors_at: seqlen, head_dim and causal with errors."""
+    shape = cell.shape
+    if cell.impl in EIGHT_BIT:
+        qkv = [x.detach() for x in draw(shape, device)[:3]]
+        (call,) = build(shape).values()
+        truth = _truth_and_budget(shape, device)[0]["out"]
+        scale = shape.head_dim**-0.5
+        for *what, params in eight_bit_figures(call, qkv, truth, scale, shape.causal, percentiles):
+            if what[0] != "quantize" or cell.impl == "flashattn_fp8":
+                yield _row(cell, "forward", *what, **params)
+    else:
+        yield from time_rows(cell, build, device, percentiles)
+    if cell.impl in ("flashattn", "flashattn_fp8") and (shape.seqlen, shape.head_dim, shape.causal) == errors_at:
+        for *what, params in error_figures(cell.impl in EIGHT_BIT, shape.seqlen, shape.head_dim, device):
+            yield _row(cell, "forward", *what, **params)
 
 
 def memory_rows(cell, build):
@@ -463,6 +570,9 @@ SUITES = {
     "compile": (_compile, first_call_rows),
     "model": (_model, model_rows),
     "ring": (_ring, ring_rows),
+    "decode": (_decode, decode_rows),
+    "fp8": (_fp8, fp8_rows),
+    "sparse": (_sparse, sparse_rows),
 }
 
 
@@ -484,6 +594,7 @@ def _row(cell, direction, metric, unit, percentiles, **params):
     sizes = ("batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim")
     shape = cell.shape
     params |= dict(window=shape.window) if shape.window else {}
+    params |= dict(mask=shape.mask) if shape.mask else {}
     what = dict(suite=cell.suite, impl=cell.impl, direction=direction, dtype=shape.dtype, causal=shape.causal)
     what |= dict(zip(sizes, shape.sizes(), strict=True)) | dict(params=json.dumps(params, sort_keys=True))
     written = [int(value) if unit == "bytes" else f"{value:.6g}" for value in percentiles]
@@ -492,9 +603,11 @@ def _row(cell, direction, metric, unit, percentiles, **params):
 
 def shape_of(row):
     """Return the Shape of a row of ``load_rows``."""
-    sizes = (row[name] for name in ("batch", "heads", "heads_kv", "seqlen_q", "head_dim"))
+    sizes = (row[name] for name in ("batch", "heads", "heads_kv", "seqlen_k", "head_dim"))
     window = row["params"].get("window")
-    return Shape(*sizes, row["causal"], row["dtype"], tuple(window) if window else None)
+    mask = row["params"].get("mask", "")
+    n_tokens = row["seqlen_q"] if row["seqlen_q"] != row["seqlen_k"] else None
+    return Shape(*sizes, row["causal"], row["dtype"], tuple(window) if window else None, n_tokens, mask)
 
 
 def write_table(path, columns, rows):
@@ -563,7 +676,7 @@ def main(arguments=None):
     cells = [cell for suite in options.suite or SUITES for cell in suite_cells(suite, options.impl)]
     if fa3_module() is None:
         print("fa3 is left out: pip install fa3-fwd")
-        cells = [cell for cell in cells if cell.impl != "fa3"]
+        cells = [cell for cell in cells if cell.impl not in ("fa3", "fa3_fp8")]
     if torch.cuda.device_count() < 2:
         print("suite ring is left out: it needs two GPUs")
         cells = [cell for cell in cells if cell.suite != "ring"]

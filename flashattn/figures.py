@@ -1395,3 +1395,173 @@ def ring_memory(ranks, bytes_by_name, alt):
     axes.minorticks_off()
     axes.legend(fontsize=9)
     return figure, alt
+
+
+# Chapter 13
+
+
+@picture
+def cache_by_length(seqlens, bytes_by_name, levels):
+    """Plot the bytes of a sequence's keys and values against its length, both on log scales.
+
+    bytes_by_name: {label: (role, [bytes for each length])}. levels: {label: bytes} drawn as horizontal lines.
+    """
+    figure, axes = new_figure()
+    for label, (role, values) in bytes_by_name.items():
+        axes.plot(seqlens, [value / 2**30 for value in values], label=label, **role_style(role))
+    for label, level in levels.items():
+        axes.axhline(level / 2**30, color=INK, linewidth=1, linestyle=":")
+        axes.annotate(label, (seqlens[0], level / 2**30), (0, 3), textcoords="offset points", fontsize=9)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of the sequence", ylabel="keys and values (GiB)")
+    axes.set_xticks(seqlens[::2], [f"{n // 1024}k" for n in seqlens[::2]])
+    axes.minorticks_off()
+    axes.legend(fontsize=9, loc="lower right")
+    ends = "; ".join(
+        f"{label}: {values[0] / 2**30:.3g} to {values[-1] / 2**30:.3g}" for label, (_, values) in bytes_by_name.items()
+    )
+    lines = "; ".join(f"{label} {level / 2**30:.3g}" for label, level in levels.items())
+    return figure, f"GiB of keys and values from {seqlens[0]} to {seqlens[-1]} tokens. {ends}. Lines: {lines}."
+
+
+@picture
+def waste_by_page_size(page_sizes, waste, half_a_page, reserved):
+    """Plot the share of allocated memory that holds no token against the page size.
+
+    waste, half_a_page: what was counted, and what half a page a sequence would be. reserved: the share of memory that
+    is reserved up to the longest length.
+    """
+    figure, axes = new_figure()
+    axes.axhline(reserved, color=COLORS["standard"], label="room for the longest, reserved")
+    axes.plot(page_sizes, waste, label="pages, counted", **role_style("flash"))
+    axes.plot(page_sizes, half_a_page, color=INK, linewidth=1, linestyle=":", label="half a page a sequence")
+    axes.set(xscale="log", ylim=(0, 1), xlabel="tokens of a page", ylabel="share that holds no token")
+    axes.set_xticks(page_sizes, [str(size) for size in page_sizes])
+    axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25 %", "50 %", "75 %", "100 %"])
+    axes.minorticks_off()
+    axes.legend(fontsize=9, loc="center left")
+    counted = ", ".join(f"{share:.1%} with {size}" for size, share in zip(page_sizes, waste, strict=True))
+    return figure, f"Memory without tokens: {reserved:.0%} where the longest length is reserved; in pages {counted}."
+
+
+@picture
+def decode_times(cells, limits):
+    """Draw, for each cell, the time of a plain read over that of decoding, and the same for the fastest other.
+
+    cells: {label: (share of the package, share of the fastest other or None)}. limits: {label of a cell: its limit}.
+    """
+    figure, axes = new_figure(figsize=(4.8, 0.42 * len(cells) + 1.2))
+    names = {"package": "flash", "fastest other": "standard"}
+    for i, shares in enumerate(cells.values()):
+        for (name, role), share, shift in zip(names.items(), shares, (-0.18, 0.18), strict=True):
+            if share is not None:
+                axes.barh(i + shift, share, 0.34, color=COLORS[role], alpha=0.8, label=None if i else name)
+    for label, limit in limits.items():
+        i = list(cells).index(label)
+        axes.plot([limit, limit], [i - 0.45, i + 0.45], color=INK, linewidth=1.6)
+    axes.axvline(1, color=INK, linewidth=1, linestyle=":")
+    axes.set(ylim=(len(cells) - 0.4, -0.6), xlabel="time of a plain read of K and V / time")
+    axes.set_yticks(range(len(cells)), list(cells))
+    axes.grid(axis="y", visible=False)
+    figure.legend(loc="outside upper center", ncols=2, fontsize=9)
+    told = "; ".join(
+        f"{label} {ours:.2f}" + ("" if other is None else f", fastest other {other:.2f}")
+        for label, (ours, other) in cells.items()
+    )
+    return figure, f"Time of a plain read of the same bytes over time of decoding: {told}."
+
+
+# Chapter 14
+
+
+@picture
+def log_lines(x, values_by_name, xlabel, ylabel, alt):
+    """Plot lines over numbers x, in powers of 2, and in powers of 10. values_by_name: {label: (role, [value, …])}."""
+    figure, axes = new_figure()
+    for label, (role, values) in values_by_name.items():
+        axes.plot(x, values, label=label, **role_style(role) | {"marker": "none"})
+    axes.set_xscale("log", base=2)
+    axes.set(yscale="log", xlabel=xlabel, ylabel=ylabel)
+    axes.minorticks_off()
+    axes.legend(fontsize=9)
+    return figure, alt
+
+
+# Chapter 15
+
+
+@picture
+def kinds_of_tiles(panels):
+    """Draw full, partial and empty tiles, two grids beside each other. panels: {title: rows of 0, 1 and 2}."""
+    figure, axes_list = new_figure(columns=len(panels), figsize=(4.8, 3.0))
+    looks = {2: dict(fc=COLORS["flash"]), 1: dict(fc=COLORS["standard"], hatch="///"), 0: dict(fc="none")}
+    looks = {kind: look | dict(ec=INK, lw=0.6, alpha=0.55) for kind, look in looks.items()}
+    names = {2: "full", 1: "partial", 0: "empty"}
+    for axes, (title, kinds) in zip(axes_list, panels.items(), strict=True):
+        for m, row in enumerate(kinds):
+            for n, kind in enumerate(row):
+                axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, **looks[kind]))
+        axes.set(xlim=(-0.6, len(kinds[0]) + 0.1), ylim=(len(kinds) + 0.1, -0.9), aspect="equal")
+        axes.axis("off")
+        axes.set_title(title, fontsize=9)
+        axes.text(len(kinds[0]) / 2, -0.2, "key blocks", ha="center", fontsize=8)
+        axes.text(-0.15, len(kinds) / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=8)
+    handles = [matplotlib.patches.Patch(label=names[kind], **looks[kind]) for kind in (2, 1, 0)]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
+    counted = []
+    for title, kinds in panels.items():
+        numbers = ", ".join(f"{sum(row.count(kind) for row in kinds)} {names[kind]}" for kind in (2, 1, 0))
+        counted.append(f"{title}: {numbers}")
+    return figure, f"Grids of tiles. {'; '.join(counted)}."
+
+
+@picture
+def tiles_by_length(seqlens, counts, alt):
+    """Plot numbers of tiles or scores against the sequence length, both on log scales. counts: {label: (role, [n])}."""
+    figure, axes = new_figure()
+    for label, (role, values) in counts.items():
+        axes.plot(seqlens, values, label=label, **role_style(role))
+    axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="scores computed")
+    axes.set_xticks(seqlens, [f"{n // 1024}k" for n in seqlens])
+    axes.minorticks_off()
+    axes.legend(fontsize=8)
+    return figure, alt
+
+
+@picture
+def bars_by_shape(ms_by_shape, alt, unit="ms"):
+    """Plot times as bars, a panel for each shape. ms_by_shape: {title: {label: (role, time)}}."""
+    n_bars = max(map(len, ms_by_shape.values()))
+    figure, panels = new_figure(len(ms_by_shape), 1, figsize=(4.8, len(ms_by_shape) * (0.26 * n_bars + 0.55)))
+    for axes, (title, times) in zip(panels if len(ms_by_shape) > 1 else [panels], ms_by_shape.items(), strict=True):
+        for row, (role, ms) in enumerate(times.values()):
+            axes.barh(row, ms, height=0.62, color=COLORS[role])
+            axes.text(ms, row, f" {ms:.4g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(times)), times, fontsize=9)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.margins(x=0.14)
+    axes.set_xlabel(unit)
+    return figure, alt
+
+
+def time_by_density(panels):
+    """Plot times of masks against the share of tiles computed, beside the dense time times that share.
+
+    panels: {title: (ms of dense attention, {name of an implementation: {density: ms}})}.
+    """
+    figure, axes_list = new_figure(columns=len(panels), figsize=(4.8, 2.8))
+    roles = {"flashattn": "flash", "flex": "standard"}
+    said = []
+    for axes, (title, (dense_ms, times)) in zip(axes_list, panels.items(), strict=True):
+        densities = sorted({density for found in times.values() for density in found})
+        axes.plot(densities, [dense_ms * x for x in densities], color=INK, lw=0.9, label="dense × share")
+        for impl, found in times.items():
+            axes.plot(sorted(found), [found[x] for x in sorted(found)], label=impl, **role_style(roles[impl]))
+            said.append(f"{title}, {impl}: " + ", ".join(f"{found[x]:.3g} ms at {x:.0%}" for x in sorted(found)))
+        axes.set(xscale="log", yscale="log", xlabel="share of tiles", ylabel="time (ms)")
+        axes.set_title(title, fontsize=9)
+        axes.set_xticks(densities, [f"{x:.0%}" for x in densities], rotation=45)
+        axes.minorticks_off()
+    axes_list[0].legend(fontsize=8)
+    return figure, "Time against the share of tiles computed. " + "; ".join(said) + "."

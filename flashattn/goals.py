@@ -85,10 +85,77 @@ def check_goals(gpu):
         one, two = (values("ring", "forward_backward", metric, n_gpus=n) for n in (1, 2))
         shares = {shape: two[shape] / one[shape] for shape in one.keys() & two}
         goals.append(_goal(rule, limit, shares, at_least=False))
-    errors = {}
-    for suite, n_gpus in (("core", 1), ("wide", 1), ("short", 1), ("ring", 2)):
+    goals += _decode_goals(speeds)
+    times, plain = values("fp8", "forward", "time", "flashattn_fp8"), values("fp8", "forward", "time")
+    gains = {
+        shape: plain[shape] / time
+        for shape, time in times.items()
+        if shape in plain and (shape.seqlen, shape.head_dim) == (16384, 128)
+    }
+    rule = "fp8, forward: at least 1.25 times as fast as our bf16 at D = 128, N = 16k"
+    goals.append(_goal(rule, 1.25, gains, at_least=True))
+    goals += _errors_in_8_bits([row for row in rows if (row["suite"], row["metric"]) == ("fp8", "rel_err")])
+    goals += _sparse_goals(rows)
+    errors = values("decode", "forward", "rel_err")
+    for suite, n_gpus in (("core", 1), ("wide", 1), ("short", 1), ("ring", 2), ("sparse", 1)):
         errors |= values(suite, "forward_backward", "rel_err", n_gpus=n_gpus)
     return [*goals, _goal("error within the budget in every timed cell", 1.0, errors, at_least=False)]
+
+
+DECODE_PEERS = ("flex", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
+
+
+def _decode_goals(speeds):
+    """Return the goals of suite decode, call by call, with the host's time where it shows, and as a CUDA graph."""
+    goals = []
+    for graph, how in ((False, "call by call"), (True, "as a CUDA graph")):
+        shares = speeds("decode", "forward", "read", graph)
+        for batch, seqlen, limit in ((64, 8192, 0.8), (1, 65536, 0.6)):
+            rule = (
+                f"decode, batch {batch}, {seqlen} keys, {how}: at least {limit} of the speed of a plain read of K and V"
+            )
+            found = {shape: x for shape, x in shares.items() if (shape.batch, shape.seqlen) == (batch, seqlen)}
+            goals.append(_goal(rule, limit, found, at_least=True))
+        fastest = {}
+        for peer in DECODE_PEERS:
+            for shape, speed in speeds("decode", "forward", peer, graph).items():
+                fastest[shape] = min(speed, fastest.get(shape, math.inf))
+        times = {shape: 1 / speed if speed else math.inf for shape, speed in fastest.items()}
+        rule = f"decode, {how}: at most 1.05 times the time of the fastest other in every cell"
+        goals.append(_goal(rule, 1.05, times, at_least=False))
+    return goals
+
+
+def _errors_in_8_bits(rows):
+    """Return two goals: the error within that suite's own budget, and stated for three kinds of inputs."""
+    rows = [row for row in rows if row["impl"] == "flashattn_fp8"]
+    ratios = {shape_of(row): row["p50"] for row in rows if row["unit"] == "budgets"}
+    rule = "fp8, forward: error at most twice that of the same roundings in PyTorch, in every timed cell"
+    kinds = {row["params"]["inputs"]: 1 for row in rows if row["unit"] == "relative"}
+    stated = Goal(
+        "fp8, forward: error relative to the truth stated for 3 kinds of inputs", 3.0, True,
+        float(len(kinds)) if rows else None, ", ".join(sorted(kinds)), len(kinds),
+    )  # fmt: skip
+    return [_goal(rule, 1.0, ratios, at_least=False), stated]
+
+
+def _sparse_goals(rows):
+    """Return what suite "sparse" is held to: FlexAttention under the same mask, and dense attention by tiles."""
+    goals = []
+    density = {shape_of(row): row["params"].get("density") for row in rows if row["suite"] == "sparse"}
+    for direction in ("forward", "backward"):
+        speeds = _speeds(rows, "sparse", direction, "flex")
+        rule = f"sparse, {direction}: window and documents at least 1.00 times as fast as flex with the same block mask"
+        goals.append(_goal(rule, 1.0, {s: x for s, x in speeds.items() if "blocks" not in s.mask}, at_least=True))
+        times = _values(rows, "sparse", direction, "time")
+        shares = {
+            shape: time / (density[shape] * times[shape._replace(mask="")])
+            for shape, time in times.items()
+            if shape.mask and shape._replace(mask="") in times
+        }
+        rule = f"sparse, {direction}: at most 1.15 times the dense time, full, by the share of tiles computed"
+        goals.append(_goal(rule, 1.15, shares, at_least=False))
+    return goals
 
 
 def _values(rows, suite, direction, metric, impl="flashattn", graph=None, n_gpus=1):

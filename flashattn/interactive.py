@@ -5,10 +5,14 @@ most of their elements. Each takes the data of its figure, then the reader's set
 """
 
 import html
+import itertools
 import math
+
+import numpy as np
 
 from . import cost
 from .figures import COLORS
+from .splits import MERGE_TILES, choose_splits, waves
 
 WIDTH = 360  # of every drawing, in the unit of its font sizes; a phone shows it about one to one
 YES_NO = ("no", "yes")
@@ -784,3 +788,140 @@ def ring_work(n_ranks, layout):
         f"against a whole share of keys. The ranks are at work {busy:.0%} of the time."
     )
     return _svg(top + 214, parts, sentence)
+
+
+def decode_waves(batch, n_keys, n_splits, heads_kv=8, tile=64, at_once=396):
+    """Draw how the programs of a decode step fill a device, wave after wave, and how long that takes.
+
+    batch: sequences. n_keys: keys of each. n_splits: parts of the keys, a program each. at_once: programs that run side
+    by side.
+    """
+    n_programs, n_tiles = batch * heads_kv, n_keys // tile
+    n_splits = min(n_splits, n_tiles)
+    n_waves, tiles = waves(n_programs, n_tiles, n_splits, at_once)
+    total = n_waves * tiles + (MERGE_TILES if n_splits > 1 else 0)
+    busy = n_programs * n_tiles / (at_once * total)
+    best = choose_splits(n_programs, n_tiles, at_once)
+    left, top, width, height = 8, 40, WIDTH - 16, 96
+    step = width / total
+    parts = [
+        _text(left, 14, f"{n_programs * n_splits} programs of {-(-n_tiles // n_splits)} tiles", bold=True),
+        _text(left, 30, f"height: the {at_once} places of the device; width: time"),
+    ]
+    for wave in range(n_waves):
+        here = min(at_once, n_programs * n_splits - wave * at_once)
+        filled, x = height * here / at_once, left + wave * tiles * step
+        parts.append(_box(x, top, tiles * step, height, dashed=True, edge=0.5))
+        parts.append(_box(x, top + height - filled, tiles * step, filled, "flash", 0.55, edge=0.5))
+    if n_splits > 1:
+        merge = MERGE_TILES * step
+        parts.append(_box(left + n_waves * tiles * step, top, merge, height, "on_chip", 0.4, edge=0.5, cut=True))
+    rest = ", the last stroke merging" if n_splits > 1 else ""
+    time = f"{total} tiles' time in {n_waves} wave{'s' * (n_waves > 1)}{rest}"
+    parts.append(_text(left, top + height + 18, time, bold=True))
+    parts.append(_text(left, top + height + 34, f"busy {busy:.1%} of places times time"))
+    parts.append(_text(left, top + height + 50, f"the package would choose {best} split{'s' * (best > 1)}"))
+    sentence = (
+        f"Batch {batch}, {n_keys} keys, {n_splits} splits: {n_programs * n_splits} programs of "
+        f"{-(-n_tiles // n_splits)} tiles on {at_once} places take {n_waves} waves, the time of {total} tiles in all. "
+        f"The device is busy {busy:.1%} of it. The package would choose {best} splits."
+    )
+    return _svg(top + height + 58, parts, sentence)
+
+
+ROUNDED = {"q and k": "device_memory", "p": "on_chip", "v": "standard", "all of them": "flash"}
+
+
+def eight_bit_errors(errors, inputs, scales, rotated):
+    """Draw how much each rounding to e4m3 adds to the error of the output.
+
+    errors: {(inputs, scales, rotated): {what is rounded, as in ROUNDED: rms error over the rms of the output}}.
+    """
+    found = errors[inputs, scales, rotated]
+    left, most = 84, max(max(parts.values()) for parts in errors.values())
+    width = WIDTH - left - 52
+    parts = [_text(left, 14, "rms error of the output when only this is rounded")]
+    for row, (name, role) in enumerate(ROUNDED.items()):
+        y, length = 26 + 34 * row, width * found[name] / most
+        parts.append(_text(left - 8, y + 16, name, "end", bold=row == 3))
+        parts.append(_box(left, y, max(length, 0.5), 24, role, 0.55, cut=False))
+        parts.append(_text(left + length + 6, y + 16, f"{found[name]:.1%}", bold=row == 3))
+    turned = "q and k rotated" if rotated == "yes" else "not rotated"
+    sentence = (
+        f"{inputs}, {'one scale a head' if scales == 'head' else 'a scale for 128 rows'}, {turned}: the output errs by "
+        + ", ".join(f"{found[name]:.1%} with {name} rounded" for name in ROUNDED)
+        + "."
+    )
+    return _svg(26 + 34 * len(ROUNDED) + 4, parts, sentence)
+
+
+TOKENS = 2048  # of the masks below, and three documents among them
+DOCUMENT_ENDS = (700, 1250)
+
+
+def _document(i):
+    return np.searchsorted(DOCUMENT_ENDS, i, "right")
+
+
+def _is_power_of_two_or_0(distance):
+    return (distance & (distance - 1)) == 0
+
+
+TILE_MASKS = {
+    "causal": lambda i, j: j <= i,
+    "window of 256 keys": lambda i, j: (j <= i) & (i - j < 256),
+    "documents": lambda i, j: (j <= i) & (_document(i) == _document(j)),
+    "prefix of 300 keys": lambda i, j: (j <= i) | (j < 300),
+    "every 16th key": lambda i, j: (j <= i) & ((i - j) % 16 == 0),
+    "distances 0, 1, 2, 4, 8, …": lambda i, j: (j <= i) & _is_power_of_two_or_0(i - j),
+    "the same by blocks of 128": lambda i, j: (j <= i) & _is_power_of_two_or_0(i // 128 - j // 128),
+}
+
+
+def tile_kinds(mask, block):
+    """Return (kinds, visible pairs): rows of 0 for empty, 1 for partial, 2 for full, of TOKENS tokens under a mask."""
+    rows = np.arange(TOKENS)
+    visible = TILE_MASKS[mask](rows[:, None], rows[None, :])
+    tiles = visible.reshape(TOKENS // block, block, TOKENS // block, block)
+    return tiles.any((1, 3)).astype(int) + tiles.all((1, 3)), int(visible.sum())
+
+
+def tile_chooser(mask, block):
+    """Draw which tiles a mask leaves full, partial and empty, and count them. mask: of TILE_MASKS. block: 64 to 256."""
+    kinds, n_visible = tile_kinds(mask, block)
+    n, n_full, n_partial = len(kinds), int((kinds == 2).sum()), int((kinds == 1).sum())
+    left, top, side = 60, 24, 240
+    cell = side / n
+    parts = [_box(left, top, side, side)]
+    strokes = []
+    for m, row in enumerate(kinds):
+        begin = 0
+        for kind, run in itertools.groupby(row):
+            length = len(list(run))
+            x, y = left + begin * cell, top + m * cell
+            if kind:
+                role, fill = ("flash", 0.6) if kind == 2 else ("standard", 0.3)
+                parts.append(_box(x, y, length * cell, cell, role, fill, edge=0))
+            if kind == 1:
+                strokes += [f"M{_n(x + t * cell)} {_n(y + cell)}l{_n(cell)} {_n(-cell)}" for t in range(length)]
+            begin += length
+    parts.append(f'<path d="{"".join(strokes)}" stroke="{COLORS["standard"]}" stroke-width="0.8" fill="none"/>')
+    lines = "".join(
+        f"M{_n(left)} {_n(top + i * cell)}h{side}M{_n(left + i * cell)} {_n(top)}v{side}" for i in range(1, n)
+    )
+    parts.append(f'<path d="{lines}" stroke="currentColor" stroke-width="0.4" stroke-opacity="0.4" fill="none"/>')
+    parts.append(_text(left + side / 2, top - 8, "key blocks", "middle"))
+    parts.append(_text(left - 10, top + side / 2, "query blocks", "middle", turn=True))
+    share, used = (n_full + n_partial) / n**2, n_visible / ((n_full + n_partial) * block**2)
+    bottom = top + side + 20
+    parts.append(
+        _text(left, bottom, f"{n_full} full (plain), {n_partial} partial (hatched) of {n**2} tiles", bold=True)
+    )
+    parts.append(_text(left, bottom + 17, f"computed: {share:.1%} of all tiles"))
+    parts.append(_text(left, bottom + 34, f"of the computed scores {used:.1%} are visible"))
+    sentence = (
+        f"{mask}, {TOKENS} tokens in tiles of {block}: {n_full} full, {n_partial} partial and "
+        f"{n**2 - n_full - n_partial} empty tiles. {share:.1%} of all tiles are computed, and {used:.1%} of their "
+        "scores are visible."
+    )
+    return _svg(bottom + 44, parts, sentence)

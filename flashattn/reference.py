@@ -49,7 +49,9 @@ def apply_softcap(s, softcap):
     return s if softcap is None else softcap * torch.tanh(s / softcap)
 
 
-def attention_reference(q, k, v, *, causal=False, scale=None, window=None, softcap=None):
+def attention_reference(
+    q, k, v, *, causal=False, scale=None, window=None, softcap=None, score=None, visible=None
+):  # fmt: skip
     """Compute softmax(scale * q @ k^T) @ v with every intermediate in memory.
 
     Matrix products run in the dtype of the inputs, the softmax in fp32 (fp64 for fp64 inputs). Called on
@@ -64,6 +66,10 @@ def attention_reference(q, k, v, *, causal=False, scale=None, window=None, softc
         causal, window: see :func:`flashattn.reference.visible_keys`.
         scale: factor on the scores, default ``1 / sqrt(head_dim)``.
         softcap: bound on the scores' size, applied after ``scale`` and before the mask; default none.
+        score: a function that takes the scores then, (batch, heads, seqlen_q, seqlen_k), and returns those that count;
+            default none.
+        visible: a boolean tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k): a key is hidden where it is
+            False, as well as where ``causal`` and ``window`` hide it; default none.
 
     Returns:
         ``(out, lse)``: out (batch, heads, seqlen_q, head_dim_v) in the dtype of ``v``; lse (batch, heads,
@@ -79,9 +85,11 @@ def attention_reference(q, k, v, *, causal=False, scale=None, window=None, softc
 
     s = (q @ k.mT) * scale
     s = apply_softcap(s.to(torch.promote_types(s.dtype, torch.float32)), softcap)
+    s = s if score is None else score(s)
     offs_m = torch.arange(seqlen_q, device=q.device)[:, None]
     offs_n = torch.arange(seqlen_k, device=q.device)[None, :]
-    visible = visible_keys(offs_m, offs_n, seqlen_k - seqlen_q, causal=causal, window=window)
+    in_window = visible_keys(offs_m, offs_n, seqlen_k - seqlen_q, causal=causal, window=window)
+    visible = in_window if visible is None else in_window & visible
     s = s.masked_fill(~visible, -math.inf)
 
     lse = torch.logsumexp(s, dim=-1)

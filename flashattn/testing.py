@@ -321,3 +321,26 @@ def _first_line(*command):
     except OSError:  # no such program
         return None
     return printed.strip().split("\n")[0] or None
+
+
+def draw_outliers(batch, heads, seqlen, head_dim, device="cpu", seed=0, n_channels=2, factor=6.0):
+    """Draw fp32 q, k and v, (batch, heads, seqlen, head_dim), as 8-bit attention is tried on.
+
+    All are Gaussian, but in each head n_channels of the head_dim channels are factor times as large in q and in k: the
+    same ones in both, as in language models, where the largest scores are made of them. 0 channels: plain Gaussian.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(batch, heads, seqlen, head_dim, generator=generator) for _ in range(3))
+    for head in range(heads):
+        channels = torch.randperm(head_dim, generator=generator)[:n_channels]
+        for x in (q, k):
+            x[:, head, :, channels] *= factor
+    return q.to(device), k.to(device), v.to(device)
+
+
+def relative_errors(actual, truth):
+    """Return (rms, max): the error's root mean square and its largest size, each over that of the truth."""
+    actual, truth = actual.double(), truth.double()
+    error = actual - truth
+    rms = (error.square().mean() / truth.square().mean()).sqrt().item()
+    return rms, (error.abs().max() / truth.abs().max()).item()

@@ -195,7 +195,10 @@ def test_public_surface():
         "attention_reference",
         "attention_tiled",
         "flash_attention",
+        "flash_attention_fp8",
         "flash_attention_varlen",
+        "hadamard_rotate",
+        "quantize_fp8",
         "scaled_dot_product_attention",
     ]
     for name in flashattn.__all__:

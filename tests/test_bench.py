@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flashattn import attention_reference, bench, figures, flash_attention, goals, models, tune
-from flashattn.peers import FLEX_WAYS, IMPLEMENTATIONS, PEERS, Shape
+from flashattn.peers import FLEX_WAYS, IMPLEMENTATIONS, PEERS, Mask, Shape
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "book" / "_ext"))
 
@@ -215,6 +215,75 @@ def test_flex_and_flashattn_mean_the_same_window():
         call = IMPLEMENTATIONS["flex"](SMALL)["default"]
     assert call.func is flex_attention
     torch.testing.assert_close(call(q, k, v), right(SMALL)[""](q, k, v))
+
+
+# ---- Suite sparse.
+
+MASK_NAMES = ["window 100", "documents", "blocks 0.5"]
+
+
+def test_suite_sparse_has_masks_densities_and_a_yardstick():
+    entries = list(bench.SUITES["sparse"][0]())
+    assert all((s.batch, s.heads, s.seqlen, s.dtype) == (1, 16, 16384, "bf16") for s, _ in entries)
+    for head_dim in (64, 128):
+        shapes = {s: impls for s, impls in entries if s.head_dim == head_dim}
+        assert {(s.causal, s.mask) for s in shapes} == {
+            (False, ""), (True, ""), (False, "window 1024"), (False, "documents"),
+            *((False, f"blocks {share}") for share in (1.0, 0.5, 0.25, 0.1, 0.05)),
+        }  # fmt: skip
+        assert all("flex" in shapes[s] for s in shapes if s.mask in ("window 1024", "documents"))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", MASK_NAMES)
+def test_a_mask_of_the_bench_means_the_same_to_all(name, device):
+    """FlexAttention's rule, our tiles and the reference's tensor; blocks of documents are longer than one tile."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    mask = Mask(name, 640, device)
+    visible = mask.visible()
+    assert torch.equal(visible, create_mask(mask.rule, None, None, 640, 640, device=device)[0, 0])
+    tiles = mask.tile_mask().tiles(1, 1, 640, 640, device=device, block=128)
+    in_tiles = visible.view(5, 128, 5, 128)
+    kinds = in_tiles.any(3).any(1).to(torch.int8) + in_tiles.all(3).all(1).to(torch.int8)
+    assert torch.equal(tiles.kinds[0, 0], kinds) and 0 < tiles.density < 1
+    with pytest.raises(NotImplementedError, match="no mask 'stripes'"):
+        Mask("stripes", 640, device)
+
+
+@pytest.mark.triton
+def test_rows_of_a_mask_say_which_and_how_dense(device):
+    cell = bench.Cell("sparse", Shape(1, 1, 1, 200, 16, False, "fp32", mask="window 50"), "flashattn")
+
+    def build(shape):
+        visible = Mask(shape.mask, shape.seqlen, device).visible()
+        return {"": lambda q, k, v: attention_reference(q, k, v, visible=visible)[0]}
+
+    rows = list(bench.sparse_rows(cell, build, str(device), lambda function: [1.0, 2.0, 3.0]))
+    assert [row["metric"] for row in rows] == ["rel_err", "time", "time"]
+    for row in rows:
+        assert json.loads(row["params"]) == {"density": 0.75, "mask": "window 50"}
+        assert bench.shape_of(bench._typed({**row, "causal": str(row["causal"])})) == cell.shape
+    wrong = list(bench.sparse_rows(cell, right, str(device), lambda function: [1.0, 2.0, 3.0]))
+    assert [row["metric"] for row in wrong] == ["rel_err"]  # the mask is part of the truth
+
+
+def test_goals_of_suite_sparse_are_computed_from_the_rows(folder):
+    dense = Shape(1, 16, 16, 16384, 128, False)
+    documents, blocks = dense._replace(mask="documents"), dense._replace(mask="blocks 0.1")
+    rows = [
+        made_up_row("sparse", "flashattn", "forward", dense, 10.0),
+        made_up_row("sparse", "flashattn", "forward", documents, 0.55, density=0.05),
+        made_up_row("sparse", "flashattn", "forward", blocks, 1.2, density=0.1),
+        made_up_row("sparse", "flex", "forward", documents, 0.66, density=0.05),
+        made_up_row("sparse", "flex", "forward", blocks, 0.6, density=0.1),
+    ]
+    bench.write_table(folder / "test_gpu.csv", bench.COLUMNS, rows)
+    found = {goal.rule: goal for goal in goals.check_goals("test_gpu") if goal.rule.startswith("sparse, forward")}
+    beside_flex, by_tiles = found.values()
+    assert beside_flex.measured == pytest.approx(1.2) and beside_flex.reached and beside_flex.n_cells == 1
+    assert by_tiles.measured == pytest.approx(1.2) and not by_tiles.reached and by_tiles.where == str(blocks)
+    assert by_tiles.n_cells == 2
 
 
 # ---- Suite model.
@@ -454,6 +523,57 @@ def test_goals_of_the_ring_tell_two_gpus_from_one(folder):
     assert found["error within the budget in every timed cell"].measured == 0.6
 
 
+@pytest.mark.triton
+def test_suite_fp8_times_quantised_inputs_and_states_errors(folder, device, monkeypatch):
+    """Forward alone, a budget of its own, quantising apart, and errors of three kinds of inputs: rows and goals."""
+    shape, path = Shape(1, 2, 2, 96, 64, True), folder / "test_gpu.csv"
+    one_shape = lambda: [(shape, ("flashattn", "flashattn_fp8"))]  # noqa: E731
+    rows_of = functools.partial(
+        bench.fp8_rows, device=device, percentiles=lambda f: [f() is None or 1.0] * 3, errors_at=(96, 64, True)
+    )
+    monkeypatch.setitem(bench.SUITES, "fp8", (one_shape, rows_of))
+    bench.measure(bench.suite_cells("fp8"), path, IMPLEMENTATIONS)
+    rows = bench.load_rows("test_gpu", suite="fp8")
+    assert {row["direction"] for row in rows} == {"forward"} and {bench.shape_of(row) for row in rows} == {shape}
+    eight_bit = [row for row in rows if row["impl"] == "flashattn_fp8"]
+    assert [row["metric"] for row in eight_bit][:4] == ["rel_err", "time", "quantize", "quantize"]
+    assert eight_bit[0]["unit"] == "budgets" and 0 < eight_bit[0]["p50"] < 1
+    errors = {
+        (row["params"]["inputs"], row["params"]["scales"], row["params"]["norm"]): row["p50"]
+        for row in rows
+        if row["unit"] == "relative"
+    }
+    kinds = ("gaussian", "outliers", "rotated")
+    assert set(errors) == set(itertools.product(kinds, ("none", "head", "block"), ("rms", "max")))
+    for kind in kinds:
+        assert 2 * errors[kind, "none", "rms"] < errors[kind, "head", "rms"] < errors[kind, "head", "max"]
+    assert errors["rotated", "head", "rms"] < errors["outliers", "head", "rms"] / 2
+    found = {goal.rule: goal for goal in goals.check_goals("test_gpu") if goal.rule.startswith("fp8")}
+    assert [goal.measured for goal in found.values()] == [None, eight_bit[0]["p50"], 3]
+
+
+def test_what_errs_more_than_the_emulation_is_not_timed(device, capsys):
+    shape = Shape(1, 2, 2, 96, 64, True)
+    wrong = {"": lambda arguments: torch.zeros_like(arguments["v"], dtype=torch.bfloat16)}
+    rows = bench.fp8_rows(bench.Cell("fp8", shape, "fa3_fp8"), lambda shape: wrong, device)
+    assert next(rows)["metric"] == "rel_err"
+    with pytest.raises(ValueError, match="times its error budget, so not timed"):
+        next(rows)
+
+
+def test_the_goal_of_fp8_is_the_slower_of_two_masks(folder):
+    full, causal = Shape(1, 16, 16, 16384, 128, False), Shape(1, 16, 16, 16384, 128, True)
+    rows = [
+        made_up_row("fp8", impl, "forward", shape, p50)
+        for shape, impl, p50 in (
+            (full, "flashattn", 3.0), (full, "flashattn_fp8", 2.0), (causal, "flashattn", 2.0), (causal, "flashattn_fp8", 1.6)
+        )
+    ]  # fmt: skip
+    bench.write_table(folder / "test_gpu.csv", bench.COLUMNS, rows)
+    (goal,) = (goal for goal in goals.check_goals("test_gpu") if goal.rule.startswith("fp8, forward: at least 1.25"))
+    assert goal.measured == pytest.approx(1.25) and goal.reached and goal.where == str(causal) and goal.n_cells == 2
+
+
 def test_nothing_recorded_reaches_nothing(folder):
     assert {goal.reached for goal in goals.check_goals("no_such_gpu")} == {None}
 
@@ -508,3 +628,70 @@ def test_the_tuner_gives_one_kernel_other_blocks(direction, device):
     with tune.replaced(direction) as launcher:  # all is as it was
         torch.autograd.grad(flash_attention(q, k, v).sum(), (q, k, v))
     assert launcher.config[:2] != (32, 16)
+
+
+WAYS = ("", "kernel", "sum", "grouped", "folded")
+STEP = Shape(3, 4, 2, 128, 16, False, n_tokens=1)
+
+
+def test_decode_suite():
+    cells = bench.suite_cells("decode")
+    assert {(cell.shape.batch, cell.shape.seqlen) for cell in cells} == set(
+        itertools.product((1, 8, 64), (1024, 8192, 65536))
+    )
+    assert {cell.shape[1:3] + cell.shape[4:7] for cell in cells} == {(32, 8, 128, False, "bf16")}
+    assert all(cell.shape.n_tokens == 1 for cell in cells) and len(cells) == 9 * 6
+    assert str(STEP) == "bf16 B=3 H=4/2 N=128 D=16 new tokens 1" and STEP.sizes() == (3, 4, 2, 1, 128, 16)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("impl", ["flashattn", "sdpa_flash", "read", "wrong"])
+def test_a_step_of_decoding_is_checked_and_timed(impl, folder, monkeypatch, capsys, device):
+    """On the CPU, with a timer that says 1, 2 and 3 ms; what is wrong is not timed."""
+
+    def timer(step):
+        step()
+        return [1.0, 2.0, 3.0]
+
+    rows = functools.partial(bench.decode_rows, device=device, percentiles=timer, graphs=(False,))
+    monkeypatch.setitem(bench.SUITES, "decode", (bench.SUITES["decode"][0], rows))
+    wrong = {"wrong": lambda shape: {"": lambda q, k, v: q * 0}}
+    cell = bench.Cell("decode", STEP, impl)
+    bench.measure([cell], folder / "test_gpu.csv", IMPLEMENTATIONS | wrong)
+    found = bench.load_rows("test_gpu", suite="decode", metric="time")
+    if impl == "wrong":
+        assert not found and "times the error budget" in capsys.readouterr().out
+        return
+    (row,) = found
+    assert bench.shape_of(row) == STEP and (row["seqlen_q"], row["seqlen_k"]) == (1, 128)
+    assert row["params"]["graph"] is False and row["params"].get("way", "") in WAYS
+    errors = bench.load_rows("test_gpu", metric="rel_err")
+    assert len(errors) == (impl != "read") and all(row["p50"] <= 1 for row in errors)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("n", [4, 2048 * 3 + 4, 2048 * 5000])
+def test_read_sees_every_number(n, device):
+    from flashattn.streaming import read
+
+    a, b = torch.ones(2, n, dtype=torch.int32, device=device)
+    assert read(a, b).sum().item() == 2 * n
+
+
+def test_goals_of_decoding(folder):
+    small, large = (Shape(batch, 32, 8, n, 128, False, n_tokens=1) for batch, n in ((1, 65536), (64, 8192)))
+    rows = [
+        made_up_row("decode", impl, "forward", shape, p50, graph=False)
+        for shape, times in (
+            (small, dict(flashattn=2.0, read=1.0, flex=4.0, sdpa_flash=1.8)),
+            (large, dict(flashattn=1.0, read=0.9, flex=1.1)),
+        )
+        for impl, p50 in times.items()
+    ]
+    bench.write_table(folder / "test_gpu.csv", bench.COLUMNS, rows)
+    found = {goal.rule: goal for goal in goals.check_goals("test_gpu") if goal.rule.startswith("decode")}
+    assert len(found) == 6
+    called = {rule: goal for rule, goal in found.items() if "call by call" in rule}
+    assert [goal.reached for goal in called.values()] == [True, False, False]
+    assert [goal.measured for goal in called.values()] == pytest.approx([0.9, 0.5, 2.0 / 1.8])
+    assert all(goal.reached is None for rule, goal in found.items() if rule not in called)

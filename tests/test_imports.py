@@ -8,7 +8,7 @@ import flashattn
 PACKAGE = Path(flashattn.__file__).parent
 # module -> the modules of the package it may import
 MAY_IMPORT = {
-    "__init__": {"api", "module", "reference", "tiled"},
+    "__init__": {"api", "decode", "fp8", "module", "paged", "reference", "tiled"},
     "reference": set(),
     "derivative": set(),
     "tiled": {"reference", "derivative"},
@@ -21,21 +21,32 @@ MAY_IMPORT = {
     "atomic": {"backward", "configs", "launch", "ops", "primitives"},
     "ops": {"forward", "backward", "primitives", "derivative"},
     "api": {"ops"},
+    "masks": {"primitives"},
+    "sparse": {"api", "backward", "configs", "derivative", "launch", "masks", "ops", "primitives"},
     "module": {"api"},
+    "decode_kernels": {"configs", "primitives", "splits"},
+    "decode": {"api", "decode_kernels", "ops"},
+    "paged": {"api", "decode"},
+    "fp8": {"api", "fp8_kernel", "ops", "primitives", "reference"},
+    "fp8_kernel": {"configs", "fp8", "launch", "primitives"},
     "integrations.__init__": set(),
-    "integrations.transformers": {"api", "module", "ops"},
+    "integrations.paged_cache": {"paged"},
+    "integrations.transformers": {"api", "module", "ops", "paged_cache"},
     "cost": set(),
-    "peers": {"api", "atomic"},
+    "splits": set(),
+    "streaming": set(),
+    "peers": {"api", "atomic", "decode", "fp8", "masks", "sparse", "streaming"},
+    "fp8_bench": {"api", "fp8", "reference", "testing"},
     "memory": set(),
     "gpt": {"peers"},
     "models": {"gpt", "memory"},
-    "bench": {"memory", "models", "peers", "testing"},
+    "bench": {"fp8_bench", "memory", "models", "peers", "testing"},
     "train": {"bench", "gpt", "testing"},
     "ring": {"api", "backward", "derivative", "forward", "ops"},
     "ring_bench": {"api", "bench", "memory", "models", "peers", "reference", "ring", "testing"},
     "goals": {"bench", "cost"},
     "explorer": {"figures"},
-    "interactive": {"cost", "figures"},
+    "interactive": {"cost", "figures", "splits"},
     "doctor": {"api", "configs", "testing", "tiled"},
     "figures": {"cost"},
     "fuzz": {"api", "notebook", "reference", "testing"},
@@ -51,9 +62,13 @@ WITHOUT_TRITON = {
     "explorer",
     "interactive",
     "api",
+    "decode",
+    "fp8",
     "doctor",
     "goals",
     "module",
+    "paged",
+    "splits",
     "peers",
     "memory",
     "gpt",
@@ -83,7 +98,7 @@ def test_directions():
     for name, path in files.items():
         inside, outside = imports(path)
         assert inside <= MAY_IMPORT[name], f"{name} imports {inside - MAY_IMPORT[name]}"
-        assert "transformers" not in outside or name == "integrations.transformers"
+        assert "transformers" not in outside or name.startswith("integrations.")
         assert "flashattn" not in outside and "tests" not in outside and "notebooks" not in outside, name
         if name in WITHOUT_TRITON:
             assert "triton" not in outside, name

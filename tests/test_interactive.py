@@ -13,6 +13,7 @@ from flashattn.bench import load_rows, load_targets  # noqa: E402
 from flashattn.configs import TARGETS  # noqa: E402
 from flashattn.reference import visible_keys  # noqa: E402
 from flashattn.ring import ring_positions  # noqa: E402
+from flashattn.splits import choose_splits  # noqa: E402
 from flashattn.tiled import key_range  # noqa: E402
 
 ROWS = load_rows("nvidia_h200")
@@ -249,3 +250,25 @@ class TestRingWork:
             assert f"{n_ranks / 2:g} units in all" in sentence and "at work 100% of the time" in sentence
             elements(interactive.ring_work(n_ranks, "contiguous"))
         assert "3.5 units in all" in interactive.ring_work(4, "contiguous")[1]
+
+
+class TestDecodeWaves:
+    def test_times_are_those_of_the_launcher(self):
+        """What it says about the package's choice is what the launcher does, and no other choice is much better."""
+        for batch in (1, 8, 64):
+            frames = {}
+            for n_splits in (1, 2, 4, 16, 64):
+                svg = interactive.decode_waves(batch, 8192, n_splits)
+                elements(svg)
+                frames[n_splits] = int(re.search(r"the time of (\d+) tiles", svg[1])[1])
+            best = choose_splits(batch * 8, 128, 396)
+            assert f"would choose {best} splits" in svg[1]
+            chosen = interactive.decode_waves(batch, 8192, best)[1]
+            assert int(re.search(r"the time of (\d+) tiles", chosen)[1]) <= 1.1 * min(frames.values())
+
+    def test_a_step_without_a_split_leaves_a_device_idle(self):
+        assert "8 programs of 128 tiles on 396 places take 1 waves" in interactive.decode_waves(1, 8192, 1)[1]
+        assert "busy 2.0% of it" in interactive.decode_waves(1, 8192, 1)[1]
+
+    def test_no_more_splits_than_tiles(self):
+        assert "128 programs of 1 tiles" in interactive.decode_waves(1, 1024, 64)[1]

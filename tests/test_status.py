@@ -29,8 +29,7 @@ def test_every_case_has_a_test(collected):
     tested = [name for ids, _, _ in collected["tests"] for name in ids]
     assert set(tested) == set(collected["cases"])
     assert all(ids for ids, _, _ in collected["tests"]), "a test without an id in test_cases.py"
-    waiting = {name for ids, _, where in collected["tests"] for name in ids if where.startswith("waits")}
-    assert waiting == {"B39", "B83"}
+    assert {where for *_, where in collected["tests"]} <= {"everywhere", *status.WHERE.values()}
 
 
 def test_readme_table_is_rendered_from_the_csv():
@@ -49,7 +48,14 @@ def test_recorded_gpu_run_is_green_and_complete():
 
     assert {case.id for case in GPU_CASES + FAMILY_CASES + GPU_FEATURE_CASES} <= set(cases)
     assert all(ratio <= 1 for test in cases.values() for ratio in test["ratios"].values())
-    assert results["counts"]["skipped"] <= 2, "what waits for paged decoding, and nothing else"
+    # Two tests waited for paged decoding when this ran; the other run has them.
+    beyond = json.loads((ROOT / "tests" / "results" / "beyond.json").read_text())
+    assert beyond["gpu"] and beyond["counts"]["failed"] == beyond["counts"]["error"] == beyond["counts"]["skipped"] == 0
+    passed = {test["test"].split("::")[1].split("[")[0] for test in beyond["tests"] if test["outcome"] == "passed"}
+    waited = {"test_page_ids_times_page_stride", "test_page_size"}
+    assert waited <= passed and results["counts"]["skipped"] <= len(waited)
+    files = {test["test"].split("::")[0] for test in beyond["tests"]}
+    assert {f"tests/test_{name}.py" for name in ("atomic", "decode", "fp8", "paged", "sparse")} <= files
 
 
 def test_recorded_fuzz_run_found_nothing():

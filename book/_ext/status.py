@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests" / "results"
 TITLES = {
     "kernels": "Kernel tests on a GPU",
+    "beyond": "Decoding, 8 bits, sparse masks and atomic adds on a GPU",
     "two_gpus": "Tests on two GPUs",
     "fuzz": "Random cases on a GPU",
     "sanitizer": "Under compute-sanitizer",
@@ -202,8 +203,6 @@ def print_cases():
 
 def where_it_runs(item):
     """Say where a collected test runs, from its marks."""
-    if any("waits" in mark.kwargs.get("reason", "") for mark in item.iter_markers("skip")):
-        return "waits for paged decoding"
     return next((where for mark, where in WHERE.items() if item.get_closest_marker(mark)), "everywhere")
 
 
