@@ -184,7 +184,7 @@ def attention_fp8_emulated(
         ``(out, lse)``, both fp32.
     """
     group, (seqlen_q, seqlen_k) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
-    k, v, k_scale, v_scale = (x.repeat_interleave(group, dim=1) for x in (k, v, k_scale, v_scale))
+    k_scale, v_scale = (x.repeat_interleave(group, dim=1) for x in (k_scale, v_scale))
     q_rows = q_scale.repeat_interleave(SCALE_BLOCK if q_scale.shape[2] > 1 else max(seqlen_q, 1), dim=2)
     factor = q_rows[:, :, :seqlen_q, None] * (scale / math.log(2))
     offs_m = torch.arange(seqlen_q, device=q.device)[:, None]
@@ -193,7 +193,8 @@ def attention_fp8_emulated(
     for start_n in range(0, seqlen_k, block_n):
         keys, block = slice(start_n, start_n + block_n), start_n // SCALE_BLOCK
         k_block, v_block = (x[:, :, min(block, x.shape[2] - 1), None, None] for x in (k_scale, v_scale))
-        s = (q.float() @ k[:, :, keys].float().mT) * (factor * k_block)
+        k_tile, v_tile = (x[:, :, keys].float().repeat_interleave(group, dim=1) for x in (k, v))
+        s = (q.float() @ k_tile.mT) * (factor * k_block)
         if softcap is not None:
             s = apply_softcap(s, softcap / math.log(2))
         offs_n = torch.arange(start_n, start_n + s.shape[3], device=q.device)[None, :]
@@ -202,8 +203,8 @@ def attention_fp8_emulated(
         m_new = torch.maximum(m_i, s.amax(dim=-1, keepdim=True))
         p, alpha = torch.exp2(s - m_new + P_SHIFT), torch.exp2(m_i - m_new)
         m_i, l_i = m_new, l_i * alpha + p.sum(dim=-1, keepdim=True)
-        values = v[:, :, keys].float().masked_fill(~visible.any(dim=0)[:, None], 0.0)
-        acc = acc * alpha + (p.to(E4M3).float() @ values) * v_block
+        v_tile = v_tile.masked_fill(~visible.any(dim=0)[:, None], 0.0)
+        acc = acc * alpha + (p.to(E4M3).float() @ v_tile) * v_block
     has_key = l_i != 0
     out = torch.where(has_key, acc / l_i, 0.0)
     lse = torch.where(has_key, (m_i + torch.log2(l_i) - P_SHIFT) * math.log(2), -math.inf)

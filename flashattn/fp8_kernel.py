@@ -1,4 +1,4 @@
-"""The forward kernel on e4m3 inputs, and its launcher. Chapter 14 builds it up from ``forward.py``."""
+"""The forward kernel on e4m3 inputs, and its launcher. Chapter 14 lays it beside ``forward.py``."""
 
 import triton
 import triton.language as tl
@@ -200,6 +200,7 @@ HOPPER = {64: (64, 128, 4, 2, 168), 128: (64, 128, 4, 2, 168), 256: (64, 128, 8,
 # The same without boxes: the addresses of rows need registers. At 256 they spill all the same. No side of a product on
 # wgmma is shorter than 64 (see HOPPER_IRREGULAR in configs.py).
 HOPPER_ROWS = {64: (64, 64, 4, 2, None), 128: (128, 64, 8, 2, None), 256: (64, 128, 8, 2, None)}
+# Everything else that has e4m3: compiled, and not run.
 PORTABLE = {64: (64, 64, 8, 2, None), 128: (64, 64, 8, 2, None), 256: (32, 32, 8, 2, None)}
 INTERPRETER = (64, 64, 4, 1, None)
 

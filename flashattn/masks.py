@@ -213,7 +213,7 @@ class TileList(NamedTuple):
 
 
 class Tiles:
-    """The tiles of a mask at some sizes: what :func:`flashattn.sparse_attention` walks. Made by ``TileMask.tiles``.
+    """The tiles of a mask at some sizes, made by ``TileMask.tiles``: what ``sparse_attention`` walks.
 
     Attributes:
         mask, batch, n_heads, seqlen_q, seqlen_k, block: as given to ``TileMask.tiles``.
@@ -221,12 +221,14 @@ class Tiles:
             that reaches past the last query or key is never full.
         sees: (batch or 1, heads or 1, seqlen_q), int8: 1 for each query that sees a key; None where all do.
         seen: (batch or 1, heads or 1, seqlen_k), likewise the keys that some query sees.
+        has_partial: whether any tile is partial. Where none is, the kernels are compiled without the mask.
     """
 
     def __init__(self, mask, batch, n_heads, seqlen_q, seqlen_k, block, kinds, sees, seen):
         self.mask, self.batch, self.n_heads = mask, batch, n_heads
         self.seqlen_q, self.seqlen_k, self.block, self.kinds = seqlen_q, seqlen_k, block, kinds
         self.sees, self.seen = (None if bool(x.all()) else x for x in (sees, seen))
+        self.has_partial = bool((kinds == PARTIAL).any())
 
     @functools.cached_property
     def by_query(self):
@@ -255,7 +257,7 @@ class Tiles:
 
     @property
     def n_computed(self):
-        """Return how many of them are computed: the full and the partial ones."""
+        """Return how many of them are computed, the full and the partial ones."""
         return self.n_full + self.n_partial
 
     @property

@@ -91,7 +91,7 @@ class Mask:
         return self.rule(0, 0, rows[:, None], rows[None, :])
 
     def tile_mask(self):
-        """Return it as a :class:`flashattn.TileMask`."""
+        """Return it as a :class:`flashattn.masks.TileMask`."""
         from . import masks
 
         if self.kind == "window":

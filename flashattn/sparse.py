@@ -57,11 +57,11 @@ class TileScore:
 
     Args:
         fn: a function under ``triton.jit`` of (s, b, h, i, j, tensors, numbers) that returns the new score of a tile of
-            scores s, which are scaled and capped already; the others as for :class:`flashattn.TileMask`. Gradients flow
-            to q, k and v, not to the tensors.
+            scores s, which are scaled and capped already; the others as for :class:`flashattn.masks.TileMask`.
+            Gradients flow to q, k and v, not to the tensors.
         slope: another of the same arguments that returns the derivative of fn by s. Default None: fn adds something to
             s, so that it is 1. If fn does anything else, gradients without it are wrong.
-        tensors, numbers, at_position: as for :class:`flashattn.TileMask`; slots are shared with the mask's.
+        tensors, numbers, at_position: as for :class:`flashattn.masks.TileMask`; slots are shared with the mask's.
 
     Raises:
         TypeError, ValueError: an argument has the wrong type, or a function takes another number of arguments.
@@ -131,12 +131,20 @@ def _scores(
 
 
 @triton.jit
-def _clear_unseen(x, seen_ptr, offs, n_rows):
-    """Put 0 into rows of x that nothing sees: 0 times what they hold may be NaN. seen_ptr is None if all are seen."""
-    if seen_ptr is not None:
-        seen = tl.load(seen_ptr + offs, mask=offs < n_rows, other=0) != 0
-        x = tl.where(seen[:, None], x, 0.0)
-    return x
+def _load_seen(
+    desc, batch, head, start, ptr, seen_ptr, offs_r, offs_d, stride_r, stride_d, n_rows,
+    HEAD_DIM: tl.constexpr, PARTIAL: tl.constexpr,
+):  # fmt: skip
+    """Load a tile as ``load_rows`` does, with 0 in rows that nothing sees: 0 times what they hold may be NaN.
+
+    seen_ptr is None if all rows are seen; in a full tile they are.
+    """
+    SOME_UNSEEN: tl.constexpr = PARTIAL and seen_ptr is not None
+    if SOME_UNSEEN:
+        seen = tl.load(seen_ptr + offs_r, mask=offs_r < n_rows, other=0) != 0
+        return load_tile(ptr, tl.where(seen, offs_r, n_rows), offs_d, stride_r, stride_d, n_rows, HEAD_DIM)
+    else:
+        return load_rows(desc, batch, head, start, ptr, offs_r, offs_d, stride_r, stride_d, n_rows, HEAD_DIM)
 
 
 @triton.jit
@@ -177,21 +185,21 @@ def _sparse_fwd_inner(
         k = load_rows(  # (BLOCK_N, BLOCK_D)
             k_desc, batch, head_kv, start_n, k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM
         )
+        if PARTIAL:  # before the product: what the mask loads may come while k does
+            visible = visible_tile(
+                FUNCTIONS, STEPS, tensors, numbers, batch, head, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k
+            )
         s, factor, _ = _scores(  # (BLOCK_M, BLOCK_N)
             dot(q, tl.trans(k)), score_scale, cap, FUNCTIONS, SCORE, tensors, numbers,
             batch, head, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k,
         )  # fmt: skip
         if PARTIAL:
-            visible = visible_tile(
-                FUNCTIONS, STEPS, tensors, numbers, batch, head, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k
-            )
             s = tl.where(visible, s, float("-inf"))
         p, alpha, m_i, l_i = online_softmax_update(s, factor, m_i, l_i)
-        v = load_rows(  # (BLOCK_N, BLOCK_DV)
-            v_desc, batch, head_kv, start_n, v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V
-        )
-        if PARTIAL:
-            v = _clear_unseen(v, seen_ptr, offs_n, seqlen_k)
+        v = _load_seen(  # (BLOCK_N, BLOCK_DV)
+            v_desc, batch, head_kv, start_n, v_ptr, seen_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k,
+            HEAD_DIM_V, PARTIAL,
+        )  # fmt: skip
         acc = dot(round_to(p, v.dtype), v, acc * alpha[:, None])
     return acc, m_i, l_i
 
@@ -245,12 +253,13 @@ def _sparse_fwd_kernel(
         seqlen_q, seqlen_k, score_scale, cap,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=False,
     )  # fmt: skip
-    acc, m_i, l_i = _sparse_fwd_inner(
-        acc, m_i, l_i, q, k_desc, v_desc, k_ptr, v_ptr, first_partial, index_ptr, n_full, n_computed, seen_ptr,
-        batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-        seqlen_q, seqlen_k, score_scale, cap,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
-    )  # fmt: skip
+    if STEPS is not None:
+        acc, m_i, l_i = _sparse_fwd_inner(
+            acc, m_i, l_i, q, k_desc, v_desc, k_ptr, v_ptr, first_partial, index_ptr, n_full, n_computed, seen_ptr,
+            batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
+            seqlen_q, seqlen_k, score_scale, cap,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
+        )  # fmt: skip
 
     has_key = offs_m < seqlen_q
     if sees_ptr is not None:
@@ -306,9 +315,10 @@ def _sparse_dq_inner(
     for step in tl.range(begin * (TILE // BLOCK_N), end * (TILE // BLOCK_N)):
         start_n, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_N)
         offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_rows(  # (BLOCK_N, BLOCK_D)
-            k_desc, batch, head_kv, start_n, k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM
-        )
+        k = _load_seen(  # (BLOCK_N, BLOCK_D)
+            k_desc, batch, head_kv, start_n, k_ptr, seen_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k,
+            HEAD_DIM, PARTIAL,
+        )  # fmt: skip
         v = load_rows(  # (BLOCK_N, BLOCK_DV)
             v_desc, batch, head_kv, start_n, v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V
         )
@@ -317,8 +327,6 @@ def _sparse_dq_inner(
             batch, head, offs_m[:, None], offs_n[None, :], tensors, numbers,
             seqlen_q, seqlen_k, score_scale, cap, FUNCTIONS, STEPS, SCORE, PARTIAL,
         )  # fmt: skip
-        if PARTIAL:
-            k = _clear_unseen(k, seen_ptr, offs_n, seqlen_k)
         dq = dot(round_to(ds, k.dtype), k, dq)
     return dq
 
@@ -380,13 +388,14 @@ def _sparse_dq_kernel(
         seqlen_q, seqlen_k, score_scale, cap,
         HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=False,
     )  # fmt: skip
-    dq = _sparse_dq_inner(
-        dq, q, do, lse_log2, lse_low, delta, dlse, k_desc, v_desc, k_ptr, v_ptr,
-        first_partial, index_ptr, n_full, n_computed, seen_ptr,
-        batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-        seqlen_q, seqlen_k, score_scale, cap,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
-    )  # fmt: skip
+    if STEPS is not None:
+        dq = _sparse_dq_inner(
+            dq, q, do, lse_log2, lse_low, delta, dlse, k_desc, v_desc, k_ptr, v_ptr,
+            first_partial, index_ptr, n_full, n_computed, seen_ptr,
+            batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
+            seqlen_q, seqlen_k, score_scale, cap,
+            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
+        )  # fmt: skip
     store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, seqlen_q, HEAD_DIM)
 
 
@@ -406,12 +415,14 @@ def _sparse_dkdv_inner(
     for step in tl.range(begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)):
         start_m, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_M)
         offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = load_rows(  # (BLOCK_M, BLOCK_D)
-            q_desc, batch, head, start_m, q_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q, HEAD_DIM
-        )
-        do = load_rows(  # (BLOCK_M, BLOCK_DV)
-            do_desc, batch, head, start_m, do_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q, HEAD_DIM_V
-        )
+        q = _load_seen(  # (BLOCK_M, BLOCK_D)
+            q_desc, batch, head, start_m, q_ptr, sees_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q,
+            HEAD_DIM, PARTIAL,
+        )  # fmt: skip
+        do = _load_seen(  # (BLOCK_M, BLOCK_DV)
+            do_desc, batch, head, start_m, do_ptr, sees_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q,
+            HEAD_DIM_V, PARTIAL,
+        )  # fmt: skip
         lse_log2 = _load_stat(lse_log2_desc, batch, head, start_m, lse_log2_ptr, stats, offs_m, seqlen_q, float("inf"))
         lse_low = _load_stat(None, batch, head, start_m, lse_low_ptr, stats, offs_m, seqlen_q, 0.0)
         delta = _load_stat(delta_desc, batch, head, start_m, delta_ptr, stats, offs_m, seqlen_q, 0.0)
@@ -421,9 +432,6 @@ def _sparse_dkdv_inner(
             batch, head, offs_m[None, :], offs_n[:, None], tensors, numbers,
             seqlen_q, seqlen_k, score_scale, cap, FUNCTIONS, STEPS, SCORE, PARTIAL,
         )  # fmt: skip
-        if PARTIAL:
-            q = _clear_unseen(q, sees_ptr, offs_m, seqlen_q)
-            do = _clear_unseen(do, sees_ptr, offs_m, seqlen_q)
         dv = dot(round_to(p_t, do.dtype), do, dv)
         dk = dot(round_to(ds_t, q.dtype), q, dk)
     return dk, dv
@@ -486,14 +494,15 @@ def _sparse_dkdv_kernel(
             seqlen_q, seqlen_k, score_scale, cap,
             HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=False,
         )  # fmt: skip
-        dk, dv = _sparse_dkdv_inner(
-            dk, dv, k, v, q_desc, do_desc, lse_log2_desc, delta_desc, q_ptr + head * stride_qh,
-            do_ptr + head * stride_doh, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
-            first_partial, head_index_ptr, n_full, n_computed, head_sees_ptr,
-            batch, head, offs_n, stats, tensors, numbers, stride_qm, stride_qd, stride_dom, stride_dod,
-            seqlen_q, seqlen_k, score_scale, cap,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
-        )  # fmt: skip
+        if STEPS is not None:
+            dk, dv = _sparse_dkdv_inner(
+                dk, dv, k, v, q_desc, do_desc, lse_log2_desc, delta_desc, q_ptr + head * stride_qh,
+                do_ptr + head * stride_doh, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
+                first_partial, head_index_ptr, n_full, n_computed, head_sees_ptr,
+                batch, head, offs_n, stats, tensors, numbers, stride_qm, stride_qd, stride_dom, stride_dod,
+                seqlen_q, seqlen_k, score_scale, cap,
+                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
+            )  # fmt: skip
     store_tile(dk_ptr, dk * scale, offs_n, offs_d, stride_dkn, stride_dkd, seqlen_k, HEAD_DIM)
     store_tile(dv_ptr, dv, offs_n, offs_dv, stride_dvn, stride_dvd, seqlen_k, HEAD_DIM_V)
 
@@ -508,7 +517,7 @@ class Options(NamedTuple):
     softcap: float | None
     block: int
     functions: tuple
-    steps: tuple
+    steps: tuple | None
     score: tuple | None
     numbers: tuple
     types: tuple  # of the numbers: 1 and 1.0 are one key, but not one kernel
@@ -521,12 +530,12 @@ class Options(NamedTuple):
 
 
 def _kernel_blocks(direction, q, v, options, regular):
-    """Choose the blocks of a kernel, parts of a tile of the lists: those for a causal mask, which are the smaller ones.
+    """Choose the blocks of a kernel, parts of a tile of the lists.
 
-    They leave room for two programs at a time where one has few tiles, and registers for the mask.
+    With partial tiles they are those for a causal mask, the smaller ones, which leave registers for the mask.
     """
     sizes = (direction, q.shape[3], v.shape[3], q.dtype, target_of(q.device))
-    cfg = block_config(*sizes, causal=True, regular=regular)
+    cfg = block_config(*sizes, causal=options.steps is not None, regular=regular)
     return cfg._replace(block_m=min(cfg.block_m, options.block), block_n=min(cfg.block_n, options.block))
 
 
@@ -650,7 +659,7 @@ def sparse_attention(q, k, v, mask, *, score=None, scale=None, softcap=None, ret
         q: (batch, heads, seqlen_q, head_dim), fp16, bf16 or fp32, any strides, head_dim 1 to 256.
         k: (batch, heads_kv, seqlen_k, head_dim); ``heads`` must be a multiple of ``heads_kv``.
         v: (batch, heads_kv, seqlen_k, head_dim_v).
-        mask: a :class:`flashattn.TileMask`, of which the tiles are listed in this call, or the
+        mask: a :class:`flashattn.masks.TileMask`, of which the tiles are listed in this call, or the
             :class:`flashattn.masks.Tiles` that ``mask.tiles(…)`` made before for these sizes.
         score: a :class:`flashattn.sparse.TileScore` that changes the scores by where they stand. Default None.
         scale: factor on the scores, any finite number. Default ``1 / sqrt(head_dim)``.
@@ -689,6 +698,7 @@ def sparse_attention(q, k, v, mask, *, score=None, scale=None, softcap=None, ret
             )
     tensors, numbers = list(tiles.mask.tensors), list(tiles.mask.numbers)
     functions, steps = tiles.mask.program()
+    steps = steps if tiles.has_partial else None
     program = None
     if score is not None:
         functions, program = score.program(functions, len(tensors), len(numbers))

@@ -192,11 +192,13 @@ print(seconds, heavy)
 def test_public_surface():
     assert flashattn.__all__ == [
         "FlashAttention",
+        "PagedKVCache",
         "attention_reference",
         "attention_tiled",
         "flash_attention",
         "flash_attention_fp8",
         "flash_attention_varlen",
+        "flash_decode",
         "hadamard_rotate",
         "quantize_fp8",
         "scaled_dot_product_attention",

@@ -158,7 +158,9 @@ def test_scores_of_any_size(device):
     out, lse = attend(pairs, scale=1e9)  # of small whole numbers, whose products and sums are exact everywhere
     expected, expected_lse = attention_reference(*(dequantize(*pair) for pair in pairs), scale=1e9)
     assert ((lse - expected_lse).abs() <= 1e-6 * expected_lse.abs()).all()
-    assert max_error(out, expected) < 1e-5
+    # Keys of equal scores are summed, on Hopper with some 14 bits.
+    limit = 1e-5 if device.type == "cpu" else 2**-14 * expected.abs().max().item()
+    assert max_error(out, expected) < limit
 
 
 def test_scales_whose_product_is_0(device):

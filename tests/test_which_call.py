@@ -30,6 +30,9 @@ def test_the_code_runs_and_the_calls_agree():
     for begin, end in ((0, 20), (20, 32)):
         rows = (x[:1, :, begin:end].float() for x in (q, k, v))
         one = attention_reference(*rows, causal=True)[0]
+        torch.testing.assert_close(names["out_sparse"][:1, :, begin:end].float(), one, **close)
+        rows = (x[:1, :, begin:end].float() for x in (q, k, v))
+        one = attention_reference(*rows, causal=True)[0]
         torch.testing.assert_close(names["out_rows"][begin:end].transpose(0, 1).float(), one[0], **close)
     torch.testing.assert_close(names["out_newest"].float(), expected[:, :, -1:], **close)
     assert torch.equal(names["out_newest"], names["out_pages"])

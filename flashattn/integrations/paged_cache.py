@@ -70,7 +70,7 @@ class PagedCache(Cache):
 
         from flashattn.integrations.transformers import PagedCache
         cache = PagedCache.for_model(model, n_pages=1000)
-        model.generate(**inputs, cache=cache)
+        model.generate(**inputs, cache=cache)  # past_key_values=cache before transformers 5.24
 
     Tokens that the attention mask says are padding, on whichever side, are not stored. Steps of 1 to 16 new tokens run
     :func:`flashattn.flash_decode` on the pages; longer ones on top of a cache, and those with padding in them, gather
