@@ -194,7 +194,7 @@ class PagedKVCache:
             n_tokens: new tokens of each sequence, an int >= 0 for all or a list.
 
         Returns:
-            A :class:`Step`.
+            A :class:`flashattn.paged.Step`.
 
         Raises:
             OutOfPages: there are too few free pages, ``needed`` and ``free`` say how many. Nothing is changed.
@@ -225,7 +225,7 @@ class PagedKVCache:
         return self._step(batch, counts, n_tokens if isinstance(n_tokens, int) else counts)
 
     def step(self, sequences):
-        """Return a :class:`Step` without new tokens: the sequences as they are."""
+        """Return a :class:`flashattn.paged.Step` without new tokens: the sequences as they are."""
         return self.reserve(sequences, 0)
 
     def write(self, step, k, v, layer=0):
@@ -261,10 +261,10 @@ class PagedKVCache:
             v: likewise, with head_dim_v.
 
         Returns:
-            A :class:`Step`.
+            A :class:`flashattn.paged.Step`.
 
         Raises:
-            As ``reserve`` and ``write``; nothing is changed.
+            OutOfPages, TypeError, ValueError: as ``reserve`` and ``write``; nothing is changed.
         """
         k, v = (x[None] if self.n_layers == 1 and isinstance(x, torch.Tensor) and x.dim() == 4 else x for x in (k, v))
         _check_floating(k=k, v=v)
@@ -287,7 +287,7 @@ class PagedKVCache:
 
         Args:
             q: (batch, heads, n_tokens, head_dim): the newest tokens of the step's sequences, 1 to 16.
-            step: a :class:`Step`.
+            step: a :class:`flashattn.paged.Step`.
             layer: 0 to n_layers - 1.
             options: scale, window, softcap, return_lse.
         """
@@ -310,7 +310,7 @@ class PagedKVCache:
         return tuple(results)
 
     def usage(self):
-        """Return a :class:`Usage`: what is reserved, allocated and used."""
+        """Return a :class:`flashattn.paged.Usage`: what is reserved, allocated and used."""
         filled = {}  # page -> tokens in it, as many as the sequence has that has most there
         for sequence in self._sequences.values():
             for i, page in enumerate(sequence.pages):
