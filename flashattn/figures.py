@@ -1545,6 +1545,7 @@ def bars_by_shape(ms_by_shape, alt, unit="ms"):
     return figure, alt
 
 
+@picture
 def time_by_density(panels):
     """Plot times of masks against the share of tiles computed, beside the dense time times that share.
 
