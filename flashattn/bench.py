@@ -14,6 +14,9 @@ A row holds one metric of one implementation on one shape, as three percentiles 
 - throughput, tokens/s: of whole training steps.
 - out_of_memory, bytes: the memory that was not enough, the GPU's or params["limit_bytes"] where PyTorch was held to it.
 
+Suite "atomics" is suite core of two implementations, flashattn and flashattn_atomic, whose backward pass adds to dQ
+atomically (``flashattn.atomic``, of chapter 6).
+
 Suite "decode": direction "forward" of one new token a sequence over seqlen_k keys, call by call and as a CUDA graph;
 flashattn's keys lie in pages of 64 in random order, those of the others behind each other. Impl "read" reads the same
 bytes and does nothing with them. params["way"] is the fastest of several ways to call: "kernel" (``streaming.read``) or
