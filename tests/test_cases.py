@@ -176,7 +176,7 @@ def seen(attention, seqlen_q, seqlen_k, device):
 def names_in_package():
     """Return all names, attributes and keywords in the source of what a call runs, and all calls of ``tl.dot``."""
     names, dots = set(), []
-    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / f"{name}.py" for name in ("bench", "peers", "tune")}:
+    for path in set(PACKAGE.rglob("*.py")) - {PACKAGE / f"{name}.py" for name in ("atomic", "bench", "peers", "tune")}:
         for node in ast.walk(ast.parse(path.read_text())):
             names |= {getattr(node, field, None) or "" for field in ("id", "attr", "arg")}
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.dot":
