@@ -227,8 +227,15 @@ class Tiles:
     def __init__(self, mask, batch, n_heads, seqlen_q, seqlen_k, block, kinds, sees, seen):
         self.mask, self.batch, self.n_heads = mask, batch, n_heads
         self.seqlen_q, self.seqlen_k, self.block, self.kinds = seqlen_q, seqlen_k, block, kinds
-        self.sees, self.seen = (None if bool(x.all()) else x for x in (sees, seen))
-        self.has_partial = bool((kinds == PARTIAL).any())
+        found = torch.stack([(sees != 0).all(), (seen != 0).all(), (kinds == PARTIAL).any()])
+        all_see, all_seen, self.has_partial = found.tolist()  # waits for the GPU, once
+        self.sees, self.seen = None if all_see else sees, None if all_seen else seen
+
+    @functools.cached_property
+    def program(self):
+        """Return (functions, steps) as ``TileMask.program`` does, steps None where no tile is partial."""
+        functions, steps = self.mask.program()
+        return functions, steps if self.has_partial else None
 
     @functools.cached_property
     def by_query(self):

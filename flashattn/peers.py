@@ -101,6 +101,12 @@ class Mask:
         return masks.selected_blocks(self.index, self.BLOCK)
 
 
+def sparse_tiles(shape, device):
+    """Return the ``masks.Tiles`` of a shape with a mask."""
+    sizes = (shape.batch, shape.heads, shape.seqlen, shape.seqlen)
+    return Mask(shape.mask, shape.seqlen, device).tile_mask().tiles(*sizes, device=device, block=Mask.BLOCK)
+
+
 def naive_attention(q, k, v, *, causal=False):
     """Compute attention the way chapter 1 does, every matrix in memory; causal for seqlen_q = seqlen_k."""
     s = q @ k.mT * (1 / math.sqrt(q.shape[-1]))
@@ -121,9 +127,7 @@ def _flashattn(shape):
     if shape.mask:
         from .sparse import sparse_attention
 
-        sizes = (shape.batch, shape.heads, shape.seqlen, shape.seqlen)
-        tiles = Mask(shape.mask, shape.seqlen, "cuda").tile_mask().tiles(*sizes, device="cuda")
-        return {"": functools.partial(sparse_attention, mask=tiles)}
+        return {"": functools.partial(sparse_attention, mask=sparse_tiles(shape, "cuda"))}
     return {"": functools.partial(flash_attention, causal=shape.causal, window=shape.window)}
 
 

@@ -27,7 +27,7 @@ from .masks import (
     slots,
     visible_tile,
 )
-from .ops import check_can_launch
+from .ops import _new_gradients, _new_outputs, _or_none, _padded, check_can_launch
 from .primitives import (
     LOG2E,
     LOWEST,
@@ -167,43 +167,6 @@ def _next_start(tile, index_ptr, step, TILE: tl.constexpr, BLOCK: tl.constexpr):
     return tile * TILE + step % STEPS * BLOCK, tl.load(index_ptr + (step + 1) // STEPS)
 
 
-@triton.jit
-def _sparse_fwd_inner(
-    acc, m_i, l_i, q, k_desc, v_desc, k_ptr, v_ptr, tile, index_ptr, begin, end, seen_ptr,
-    batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-    seqlen_q, seqlen_k, score_scale, cap,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE: tl.constexpr, FUNCTIONS: tl.constexpr, STEPS: tl.constexpr, SCORE: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Take the tiles index[begin:end] into the state, with the mask if they are partial ones."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    for step in tl.range(begin * (TILE // BLOCK_N), end * (TILE // BLOCK_N)):
-        start_n, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_N)
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = load_rows(  # (BLOCK_N, BLOCK_D)
-            k_desc, batch, head_kv, start_n, k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM
-        )
-        if PARTIAL:  # before the product: what the mask loads may come while k does
-            visible = visible_tile(
-                FUNCTIONS, STEPS, tensors, numbers, batch, head, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k
-            )
-        s, factor, _ = _scores(  # (BLOCK_M, BLOCK_N)
-            dot(q, tl.trans(k)), score_scale, cap, FUNCTIONS, SCORE, tensors, numbers,
-            batch, head, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k,
-        )  # fmt: skip
-        if PARTIAL:
-            s = tl.where(visible, s, float("-inf"))
-        p, alpha, m_i, l_i = online_softmax_update(s, factor, m_i, l_i)
-        v = _load_seen(  # (BLOCK_N, BLOCK_DV)
-            v_desc, batch, head_kv, start_n, v_ptr, seen_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k,
-            HEAD_DIM_V, PARTIAL,
-        )  # fmt: skip
-        acc = dot(round_to(p, v.dtype), v, acc * alpha[:, None])
-    return acc, m_i, l_i
-
-
 @triton.jit(do_not_specialize=VARYING)
 def _sparse_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, lse_log2_ptr, lse_low_ptr, index_ptr, counts_ptr,
@@ -247,19 +210,33 @@ def _sparse_fwd_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], dtype=tl.float32)
 
     # Invariant, over the tiles seen so far: m_i = max s, l_i = sum 2^(s - m_i), acc = sum 2^(s - m_i) v.
-    acc, m_i, l_i = _sparse_fwd_inner(
-        acc, m_i, l_i, q, k_desc, v_desc, k_ptr, v_ptr, first_full, index_ptr, 0, n_full, seen_ptr,
-        batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-        seqlen_q, seqlen_k, score_scale, cap,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=False,
-    )  # fmt: skip
-    if STEPS is not None:
-        acc, m_i, l_i = _sparse_fwd_inner(
-            acc, m_i, l_i, q, k_desc, v_desc, k_ptr, v_ptr, first_partial, index_ptr, n_full, n_computed, seen_ptr,
-            batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-            seqlen_q, seqlen_k, score_scale, cap,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
-        )  # fmt: skip
+    for PARTIAL in tl.static_range(1 if STEPS is None else 2):  # two loops: over the full tiles, then the partial ones
+        tile, begin, end = first_full, 0, n_full
+        if PARTIAL:
+            tile, begin, end = first_partial, n_full, n_computed
+        for step in tl.range(begin * (TILE // BLOCK_N), end * (TILE // BLOCK_N)):
+            start_n, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_N)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            k = load_rows(  # (BLOCK_N, BLOCK_D)
+                k_desc, batch, head_kv, start_n, k_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k, HEAD_DIM
+            )
+            if PARTIAL:  # before the product: what the mask loads may come while k does
+                visible = visible_tile(
+                    FUNCTIONS, STEPS, tensors, numbers, batch, head, offs_m[:, None], offs_n[None, :],
+                    seqlen_q, seqlen_k,
+                )  # fmt: skip
+            s, factor, _slope = _scores(  # (BLOCK_M, BLOCK_N)
+                dot(q, tl.trans(k)), score_scale, cap, FUNCTIONS, SCORE, tensors, numbers,
+                batch, head, offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k,
+            )  # fmt: skip
+            if PARTIAL:
+                s = tl.where(visible, s, float("-inf"))
+            p, alpha, m_i, l_i = online_softmax_update(s, factor, m_i, l_i)
+            v = _load_seen(  # (BLOCK_N, BLOCK_DV)
+                v_desc, batch, head_kv, start_n, v_ptr, seen_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k,
+                HEAD_DIM_V, PARTIAL,
+            )  # fmt: skip
+            acc = dot(round_to(p, v.dtype), v, acc * alpha[:, None])
 
     has_key = offs_m < seqlen_q
     if sees_ptr is not None:
@@ -298,37 +275,6 @@ def _recompute_tile(
         p = tl.where(visible, p, 0.0)
         ds = tl.where(visible, ds, 0.0)
     return p, ds
-
-
-@triton.jit
-def _sparse_dq_inner(
-    dq, q, do, lse_log2, lse_low, delta, dlse, k_desc, v_desc, k_ptr, v_ptr, tile, index_ptr, begin, end, seen_ptr,
-    batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-    seqlen_q, seqlen_k, score_scale, cap,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE: tl.constexpr, FUNCTIONS: tl.constexpr, STEPS: tl.constexpr, SCORE: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Add dS K of the tiles index[begin:end] to dq."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    for step in tl.range(begin * (TILE // BLOCK_N), end * (TILE // BLOCK_N)):
-        start_n, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_N)
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        k = _load_seen(  # (BLOCK_N, BLOCK_D)
-            k_desc, batch, head_kv, start_n, k_ptr, seen_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k,
-            HEAD_DIM, PARTIAL,
-        )  # fmt: skip
-        v = load_rows(  # (BLOCK_N, BLOCK_DV)
-            v_desc, batch, head_kv, start_n, v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V
-        )
-        _, ds = _recompute_tile(  # (BLOCK_M, BLOCK_N)
-            q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None],
-            batch, head, offs_m[:, None], offs_n[None, :], tensors, numbers,
-            seqlen_q, seqlen_k, score_scale, cap, FUNCTIONS, STEPS, SCORE, PARTIAL,
-        )  # fmt: skip
-        dq = dot(round_to(ds, k.dtype), k, dq)
-    return dq
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -381,60 +327,27 @@ def _sparse_dq_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
 
     # Invariant, over the tiles seen so far: dq = dS K (without the scale).
-    dq = _sparse_dq_inner(
-        dq, q, do, lse_log2, lse_low, delta, dlse, k_desc, v_desc, k_ptr, v_ptr,
-        first_full, index_ptr, 0, n_full, seen_ptr,
-        batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-        seqlen_q, seqlen_k, score_scale, cap,
-        HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=False,
-    )  # fmt: skip
-    if STEPS is not None:
-        dq = _sparse_dq_inner(
-            dq, q, do, lse_log2, lse_low, delta, dlse, k_desc, v_desc, k_ptr, v_ptr,
-            first_partial, index_ptr, n_full, n_computed, seen_ptr,
-            batch, head, head_kv, offs_m, tensors, numbers, stride_kn, stride_kd, stride_vn, stride_vd,
-            seqlen_q, seqlen_k, score_scale, cap,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_N, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
-        )  # fmt: skip
+    for PARTIAL in tl.static_range(1 if STEPS is None else 2):
+        tile, begin, end = first_full, 0, n_full
+        if PARTIAL:
+            tile, begin, end = first_partial, n_full, n_computed
+        for step in tl.range(begin * (TILE // BLOCK_N), end * (TILE // BLOCK_N)):
+            start_n, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_N)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            k = _load_seen(  # (BLOCK_N, BLOCK_D)
+                k_desc, batch, head_kv, start_n, k_ptr, seen_ptr, offs_n, offs_d, stride_kn, stride_kd, seqlen_k,
+                HEAD_DIM, PARTIAL,
+            )  # fmt: skip
+            v = load_rows(  # (BLOCK_N, BLOCK_DV)
+                v_desc, batch, head_kv, start_n, v_ptr, offs_n, offs_dv, stride_vn, stride_vd, seqlen_k, HEAD_DIM_V
+            )
+            _p, ds = _recompute_tile(  # (BLOCK_M, BLOCK_N)
+                q, k, do, v, lse_log2[:, None], lse_low[:, None], delta[:, None], dlse[:, None],
+                batch, head, offs_m[:, None], offs_n[None, :], tensors, numbers,
+                seqlen_q, seqlen_k, score_scale, cap, FUNCTIONS, STEPS, SCORE, PARTIAL,
+            )  # fmt: skip
+            dq = dot(round_to(ds, k.dtype), k, dq)
     store_tile(dq_ptr, dq * scale, offs_m, offs_d, stride_dqm, stride_dqd, seqlen_q, HEAD_DIM)
-
-
-@triton.jit
-def _sparse_dkdv_inner(
-    dk, dv, k, v, q_desc, do_desc, lse_log2_desc, delta_desc, q_ptr, do_ptr,
-    lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr, tile, index_ptr, begin, end, sees_ptr,
-    batch, head, offs_n, stats, tensors, numbers, stride_qm, stride_qd, stride_dom, stride_dod,
-    seqlen_q, seqlen_k, score_scale, cap,
-    HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, TILE: tl.constexpr, FUNCTIONS: tl.constexpr, STEPS: tl.constexpr, SCORE: tl.constexpr,
-    PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """Add P^T dO and dS^T Q of the tiles index[begin:end] of one query head to dv and dk."""
-    offs_d = tl.arange(0, BLOCK_D)
-    offs_dv = tl.arange(0, BLOCK_DV)
-    for step in tl.range(begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)):
-        start_m, tile = _next_start(tile, index_ptr, step, TILE, BLOCK_M)
-        offs_m = start_m + tl.arange(0, BLOCK_M)
-        q = _load_seen(  # (BLOCK_M, BLOCK_D)
-            q_desc, batch, head, start_m, q_ptr, sees_ptr, offs_m, offs_d, stride_qm, stride_qd, seqlen_q,
-            HEAD_DIM, PARTIAL,
-        )  # fmt: skip
-        do = _load_seen(  # (BLOCK_M, BLOCK_DV)
-            do_desc, batch, head, start_m, do_ptr, sees_ptr, offs_m, offs_dv, stride_dom, stride_dod, seqlen_q,
-            HEAD_DIM_V, PARTIAL,
-        )  # fmt: skip
-        lse_log2 = _load_stat(lse_log2_desc, batch, head, start_m, lse_log2_ptr, stats, offs_m, seqlen_q, float("inf"))
-        lse_low = _load_stat(None, batch, head, start_m, lse_low_ptr, stats, offs_m, seqlen_q, 0.0)
-        delta = _load_stat(delta_desc, batch, head, start_m, delta_ptr, stats, offs_m, seqlen_q, 0.0)
-        dlse = _load_stat(None, batch, head, start_m, dlse_ptr, stats, offs_m, seqlen_q, -0.0)
-        p_t, ds_t = _recompute_tile(  # (BLOCK_N, BLOCK_M)
-            k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :],
-            batch, head, offs_m[None, :], offs_n[:, None], tensors, numbers,
-            seqlen_q, seqlen_k, score_scale, cap, FUNCTIONS, STEPS, SCORE, PARTIAL,
-        )  # fmt: skip
-        dv = dot(round_to(p_t, do.dtype), do, dv)
-        dk = dot(round_to(ds_t, q.dtype), q, dk)
-    return dk, dv
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -486,23 +399,34 @@ def _sparse_dkdv_kernel(
         if sees_ptr is not None:
             head_sees_ptr += this_list * seqlen_q
         stats = stats_row(batch, head, n_heads, seqlen_q)
-        dk, dv = _sparse_dkdv_inner(
-            dk, dv, k, v, q_desc, do_desc, lse_log2_desc, delta_desc, q_ptr + head * stride_qh,
-            do_ptr + head * stride_doh, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
-            first_full, head_index_ptr, 0, n_full, head_sees_ptr,
-            batch, head, offs_n, stats, tensors, numbers, stride_qm, stride_qd, stride_dom, stride_dod,
-            seqlen_q, seqlen_k, score_scale, cap,
-            HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=False,
-        )  # fmt: skip
-        if STEPS is not None:
-            dk, dv = _sparse_dkdv_inner(
-                dk, dv, k, v, q_desc, do_desc, lse_log2_desc, delta_desc, q_ptr + head * stride_qh,
-                do_ptr + head * stride_doh, lse_log2_ptr, lse_low_ptr, delta_ptr, dlse_ptr,
-                first_partial, head_index_ptr, n_full, n_computed, head_sees_ptr,
-                batch, head, offs_n, stats, tensors, numbers, stride_qm, stride_qd, stride_dom, stride_dod,
-                seqlen_q, seqlen_k, score_scale, cap,
-                HEAD_DIM, HEAD_DIM_V, BLOCK_M, BLOCK_D, BLOCK_DV, TILE, FUNCTIONS, STEPS, SCORE, PARTIAL=True,
-            )  # fmt: skip
+        for PARTIAL in tl.static_range(1 if STEPS is None else 2):
+            tile, begin, end = first_full, 0, n_full
+            if PARTIAL:
+                tile, begin, end = first_partial, n_full, n_computed
+            for step in tl.range(begin * (TILE // BLOCK_M), end * (TILE // BLOCK_M)):
+                start_m, tile = _next_start(tile, head_index_ptr, step, TILE, BLOCK_M)
+                offs_m = start_m + tl.arange(0, BLOCK_M)
+                q = _load_seen(  # (BLOCK_M, BLOCK_D)
+                    q_desc, batch, head, start_m, q_ptr + head * stride_qh, head_sees_ptr, offs_m, offs_d,
+                    stride_qm, stride_qd, seqlen_q, HEAD_DIM, PARTIAL,
+                )  # fmt: skip
+                do = _load_seen(  # (BLOCK_M, BLOCK_DV)
+                    do_desc, batch, head, start_m, do_ptr + head * stride_doh, head_sees_ptr, offs_m, offs_dv,
+                    stride_dom, stride_dod, seqlen_q, HEAD_DIM_V, PARTIAL,
+                )  # fmt: skip
+                lse_log2 = _load_stat(
+                    lse_log2_desc, batch, head, start_m, lse_log2_ptr, stats, offs_m, seqlen_q, float("inf")
+                )
+                lse_low = _load_stat(None, batch, head, start_m, lse_low_ptr, stats, offs_m, seqlen_q, 0.0)
+                delta = _load_stat(delta_desc, batch, head, start_m, delta_ptr, stats, offs_m, seqlen_q, 0.0)
+                dlse = _load_stat(None, batch, head, start_m, dlse_ptr, stats, offs_m, seqlen_q, -0.0)
+                p_t, ds_t = _recompute_tile(  # (BLOCK_N, BLOCK_M)
+                    k, q, v, do, lse_log2[None, :], lse_low[None, :], delta[None, :], dlse[None, :],
+                    batch, head, offs_m[None, :], offs_n[:, None], tensors, numbers,
+                    seqlen_q, seqlen_k, score_scale, cap, FUNCTIONS, STEPS, SCORE, PARTIAL,
+                )  # fmt: skip
+                dv = dot(round_to(p_t, do.dtype), do, dv)
+                dk = dot(round_to(ds_t, q.dtype), q, dk)
     store_tile(dk_ptr, dk * scale, offs_n, offs_d, stride_dkn, stride_dkd, seqlen_k, HEAD_DIM)
     store_tile(dv_ptr, dv, offs_n, offs_dv, stride_dvn, stride_dvd, seqlen_k, HEAD_DIM_V)
 
@@ -529,14 +453,20 @@ class Options(NamedTuple):
         return (self.scale, None) if self.softcap is None else (self.scale / self.softcap, self.softcap)
 
 
-def _kernel_blocks(direction, q, v, options, regular):
-    """Choose the blocks of a kernel, parts of a tile of the lists.
+def kernel_blocks(*sizes, tile, partial, regular=True):
+    """Choose the blocks of a kernel, parts of a tile of the lists; sizes and regular are those of ``block_config``.
 
     With partial tiles they are those for a causal mask, the smaller ones, which leave registers for the mask.
     """
+    cfg = block_config(*sizes, causal=partial, regular=regular)
+    return cfg._replace(block_m=min(cfg.block_m, tile), block_n=min(cfg.block_n, tile))
+
+
+def _blocks(direction, q, v, options, *others):
+    """Choose the blocks of a launch; others: what it reads besides q and v."""
     sizes = (direction, q.shape[3], v.shape[3], q.dtype, target_of(q.device))
-    cfg = block_config(*sizes, causal=options.steps is not None, regular=regular)
-    return cfg._replace(block_m=min(cfg.block_m, options.block), block_n=min(cfg.block_n, options.block))
+    lists = dict(tile=options.block, partial=options.steps is not None)
+    return kernel_blocks(*sizes, **lists, regular=rows_are_regular(q, v, *others))
 
 
 def _list_strides(index):
@@ -557,7 +487,7 @@ def _decide_forward(tensors, *options):
     batch, n_heads, seqlen_q, _ = q.shape
     if out.numel() == 0:
         return []
-    cfg = _kernel_blocks("forward", q, v, options, rows_are_regular(q, k, v))
+    cfg = _blocks("forward", q, v, options, k)
     fit = boxes_pay(q, k) and boxes_fit(target_of(q.device), (k, v), None, None, 0, None, None)
     return [
         Launch(
@@ -580,7 +510,7 @@ def _decide_backward(tensors, which, *options):
     q, k, v, do, out, index = (tensors[name] for name in ("q", "k", "v", "do", "out", "index"))
     batch, n_heads, seqlen_q, _ = q.shape
     n_heads_kv, seqlen_k = k.shape[1:3]
-    cfg = _kernel_blocks(which, q, v, options, rows_are_regular(q, k, v, do, out))
+    cfg = _blocks(which, q, v, options, k, do, out)
     streamed = (k, v) if which == "dq" else (q, do)
     fit = boxes_pay(q, k) and boxes_fit(target_of(q.device), streamed, None, None, 0, None, None)
     strides = (*q.stride(), *k.stride(), *v.stride(), *do.stride())
@@ -605,12 +535,8 @@ class _Sparse(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, tiles, slot_tensors, options):
-        out = torch.empty_like(q if v.shape[3] == q.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3]))
-        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-        # Each head has room for a multiple of 4 rows, 16 bytes, as copies of boxes want it.
-        lse_log2 = lse.new_empty((*q.shape[:2], (q.shape[2] + 3) // 4 * 4))
-        exact = q.dtype == torch.float32 or options.score is not None
-        lse_low = torch.empty_like(lse_log2) if exact else None
+        out, lse, lse_log2, lse_low = _new_outputs(q, v, exact=options.score is not None)
+        lse_low = _or_none(lse_low)
         tensors = dict(q=q, k=k, v=v, out=out, lse=lse, lse_log2=lse_log2, lse_low=lse_low)
         lists = dict(index=tiles.by_query.index, counts=tiles.by_query.counts, sees=tiles.sees, seen=tiles.seen)
         with torch.cuda.device_of(q):
@@ -626,12 +552,9 @@ class _Sparse(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * 6
         q, k, v, out, lse_log2, lse_low = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+        dq, dk, dv = _new_gradients(q, k, v)
         do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
-        if dlse is not None:
-            room = lse_log2.shape[2] - dlse.shape[2]
-            dlse = torch.nn.functional.pad(dlse.resolve_neg(), (0, room)).contiguous()
-        delta = torch.empty_like(lse_log2)
+        delta, dlse = torch.empty_like(lse_log2), _padded(dlse, lse_log2)
         tensors = dict(q=q, k=k, v=v, do=do, out=out, lse_log2=lse_log2, lse_low=lse_low, delta=delta, dlse=dlse)
         tensors |= dict(dq=dq, dk=dk, dv=dv, sees=ctx.tiles.sees, seen=ctx.tiles.seen) | ctx.slot_tensors
         with torch.cuda.device_of(q):
@@ -697,18 +620,18 @@ def sparse_attention(q, k, v, mask, *, score=None, scale=None, softcap=None, ret
                 f"`mask` must be tiles for {name} {size} like q and k, got tiles for {getattr(tiles, name)}"
             )
     tensors, numbers = list(tiles.mask.tensors), list(tiles.mask.numbers)
-    functions, steps = tiles.mask.program()
-    steps = steps if tiles.has_partial else None
-    program = None
+    functions, steps = tiles.program
+    score_program = None
     if score is not None:
-        functions, program = score.program(functions, len(tensors), len(numbers))
+        functions, score_program = score.program(functions, len(tensors), len(numbers))
         tensors, numbers = [*tensors, *score.tensors], [*numbers, *score.numbers]
     check_slots(tensors, numbers)
     for name, x in (("mask", tiles.kinds), *(("score", x) for x in tensors)):
         if x.device != q.device:
             raise ValueError(f"`{name}` must have its tensors on {q.device} like `q`, got {x.device}")
     check_can_launch(q)
-    options = Options(scale, softcap, tiles.block, functions, steps, program, tuple(numbers), tuple(map(type, numbers)))
+    types = tuple(map(type, numbers))
+    options = Options(scale, softcap, tiles.block, functions, steps, score_program, tuple(numbers), types)
     slot_tensors = dict(zip(TENSOR_SLOTS, slots(tensors), strict=True))
     out, lse = _Sparse.apply(*(x.resolve_neg() for x in (q, k, v)), tiles, slot_tensors, options)
     return (out, lse) if return_lse else out

@@ -10,12 +10,10 @@ import sys
 
 import torch
 import triton
-from compile_kernels import ptxas_report, signature_of
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernels import compile_for, ptxas_report, signature_of
 
 from flashattn import masks, sparse
-from flashattn.configs import TARGETS, block_config
+from flashattn.configs import TARGETS
 
 KERNELS = {
     "forward": sparse._sparse_fwd_kernel,
@@ -23,11 +21,12 @@ KERNELS = {
     "dkdv": sparse._sparse_dkdv_kernel,
 }
 IDS = torch.zeros(1, dtype=torch.int32)
-# name -> (mask, score)
+# name -> (mask, score); of "whole" no tile is partial
 MASKS = {
     "window": (masks.causal() & masks.sliding_window(1023), None),
     "documents": (masks.causal() & masks.documents(IDS), None),
     "blocks": (masks.selected_blocks(torch.zeros(1, 1, dtype=torch.int64), 128), None),
+    "whole": (masks.selected_blocks(torch.zeros(1, 1, dtype=torch.int64), 128), None),
     "alibi": (masks.causal(), sparse.alibi(torch.zeros(1))),
 }
 
@@ -47,9 +46,11 @@ def compile_sparse(direction, head_dim, dtype, target, name, tile=128):
     kernel = KERNELS[direction]
     mask, score = MASKS[name]
     boxes = TARGETS[target].has_boxes and dtype != "float32"
-    cfg = block_config(direction, head_dim, head_dim, getattr(torch, dtype), TARGETS[target], causal=True)
-    cfg = cfg._replace(block_m=min(cfg.block_m, tile), block_n=min(cfg.block_n, tile))
+    partial = name != "whole"
+    sizes = (direction, head_dim, head_dim, getattr(torch, dtype), TARGETS[target])
+    cfg = sparse.kernel_blocks(*sizes, tile=tile, partial=partial)
     functions, steps = mask.program()
+    steps = steps if partial else None
     tensors, numbers, program = mask.tensors, mask.numbers, None
     if score:
         functions, program = score.program(functions, len(tensors), len(numbers))
@@ -70,9 +71,7 @@ def compile_sparse(direction, head_dim, dtype, target, name, tile=128):
             types[key] = "*" + pointee(key, given)
         if key in sparse.VARYING:
             hints.pop((i,), None)
-    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
-    options = {key: x for key, x in cfg.launch().items() if not key.startswith("BLOCK")}
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
+    compiled = compile_for(target, kernel, types, hints, constants, cfg.launch())
     row = dict(target=target, triton=triton.__version__, direction=direction, head_dim=head_dim, dtype=dtype, mask=name)
     return row | cfg._asdict() | dict(shared_bytes=compiled.metadata.shared) | ptxas_report(compiled.asm["ptx"])
 

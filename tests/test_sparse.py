@@ -494,6 +494,10 @@ COMPILED = [
     ["dq", 128, "bfloat16", "sm_90", "documents"],
     ["dkdv", 64, "float16", "sm_90", "documents"],
     ["dkdv", 128, "bfloat16", "sm_90", "blocks"],
+    ["forward", 64, "float16", "sm_90", "whole"],
+    ["forward", 128, "bfloat16", "sm_90", "whole"],
+    ["dq", 128, "bfloat16", "sm_90", "whole"],
+    ["dkdv", 128, "bfloat16", "sm_90", "whole"],
     ["forward", 128, "bfloat16", "sm_80", "documents"],
     ["dq", 64, "float16", "sm_80", "window"],
     ["dkdv", 128, "bfloat16", "sm_89", "window"],
@@ -501,6 +505,9 @@ COMPILED = [
 ]
 # What the mask of partial tiles, a loop of its own, may spill beside the sums of dK and dV in bytes a thread.
 MAY_SPILL = 512
+# The forward pass without a mask has the block of the dense kernel at head_dim 128, which spills 120 to 148 and is
+# faster all the same (HOPPER_FULL in configs.py).
+MAY_SPILL_WHOLE = 200
 
 
 def test_compiles_for_gpus_that_are_not_here():
@@ -515,7 +522,9 @@ def test_compiles_for_gpus_that_are_not_here():
         if row["dtype"] != "float32":
             assert row["tensor_cores"], row
             on_hopper = row["direction"] == "dkdv" and row["target"] == "sm_90"
-            assert row["spill_stores_bytes"] <= (MAY_SPILL if on_hopper else 0), row
+            is_whole = (row["direction"], row["head_dim"], row["mask"]) == ("forward", 128, "whole")
+            limit = MAY_SPILL if on_hopper else MAY_SPILL_WHOLE if is_whole else 0
+            assert row["spill_stores_bytes"] <= limit, row
 
 
 # ---- Errors.
