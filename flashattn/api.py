@@ -7,6 +7,7 @@ import torch
 from .ops import attention
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+E4M3 = torch.float8_e4m3fn
 MAX_HEAD_DIM = 256
 MAX_ROWS = 2**30  # so that a row plus a window stays a 32-bit number
 DENSE = "(batch, heads, seqlen, head_dim)"
@@ -235,15 +236,10 @@ def _check_tensors(named, layout, dtypes=SUPPORTED_DTYPES):
     (q_name, q), (k_name, k), (v_name, v) = named.items()
     n_dims = layout.count(",") + 1
     for name, x in named.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != n_dims:
-            raise ValueError(f"`{name}` must be {n_dims}-D, {layout}, got shape {tuple(x.shape)}")
+        _check_dense(name, x, layout)
         if x.dtype not in dtypes:
             wanted = "float16, bfloat16 or float32" if dtypes == SUPPORTED_DTYPES else _dtype_name(dtypes[0])
             raise TypeError(f"`{name}` must be {wanted}, got {_dtype_name(x)}")
-        if x.layout != torch.strided:
-            raise TypeError(f"`{name}` must be a dense (strided) tensor, got layout {x.layout}")
     for name, x in ((k_name, k), (v_name, v)):
         if x.dtype != q.dtype:
             raise ValueError(f"`{name}` must have dtype {_dtype_name(q)} like `{q_name}`, got {_dtype_name(x)}")
@@ -272,17 +268,33 @@ def _check_tensors(named, layout, dtypes=SUPPORTED_DTYPES):
             raise ValueError(f"`{name}` must have at most 2**30 rows a head, got {x.shape[row_axis]}")
 
 
+def _check_dense(name, x, layout):
+    """Raise unless x is a dense tensor with the dimensions that layout names."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
+    n_dims = layout.count(",") + 1
+    if x.dim() != n_dims:
+        raise ValueError(f"`{name}` must be {n_dims}-D, {layout}, got shape {tuple(x.shape)}")
+    if x.layout != torch.strided:
+        raise TypeError(f"`{name}` must be a dense (strided) tensor, got layout {x.layout}")
+
+
+def _check_beside(name, x, q, *dtypes, kind="a torch.Tensor"):
+    """Raise unless x, of which a call has one beside q, is a tensor of one of the dtypes, on the device of q."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"`{name}` must be {kind}, got {type(x).__name__}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"`{name}` must be {' or '.join(map(_dtype_name, dtypes))}, got {_dtype_name(x)}")
+    if x.device != q.device:
+        raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
+
+
 def _check_offsets(q, *offsets):
     """Raise unless both cu_seqlens have the right type and size; what they contain is a contract."""
     for name, x in zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"`{name}` must be int32 or int64, got {_dtype_name(x)}")
+        _check_beside(name, x, q, torch.int32, torch.int64)
         if x.dim() != 1 or len(x) == 0:
             raise ValueError(f"`{name}` must be 1-D, (n_sequences + 1,), got shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
     if len(offsets[0]) != len(offsets[1]):
         raise ValueError(
             f"`cu_seqlens_k` must have length {len(offsets[0])} like `cu_seqlens_q`, got {len(offsets[1])}"

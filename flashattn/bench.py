@@ -81,6 +81,7 @@ from .peers import (
     backend,
     fa3_module,
     flex,
+    sparse_tiles,
 )
 from .testing import DTYPES, Inputs, error_budget, max_error
 
@@ -321,10 +322,13 @@ def _percentiles_ms(function):
     return do_bench(function, warmup=25, rep=100, quantiles=[0.2, 0.5, 0.8])
 
 
-def time_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
-    """Time forward and backward of what is within the error budget. Of several ways to call, the fastest counts."""
+def time_rows(cell, build, device="cuda", percentiles=_percentiles_ms, *, backward=True, **params):
+    """Time forward and backward of what is within the error budget. Of several ways to call, the fastest counts.
+
+    backward: False to leave it out. params: what else the rows' params say.
+    """
     *qkv, do = draw(cell.shape, device)
-    backward = cell.impl not in FORWARD_ONLY and cell.suite != "fp8"
+    backward = backward and cell.impl not in FORWARD_ONLY
     ratios, times = {}, {"forward": {}, "backward": {}}
     for way, call in build(cell.shape).items():
         try:
@@ -340,12 +344,13 @@ def time_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
         gradients = None  # frees the graph before the next way makes its own
     timed = [ratios[way] for way in times["forward"]] or list(ratios.values())
     if timed:
-        yield _row(cell, "forward_backward" if backward else "forward", "rel_err", "budgets", [max(timed)] * 3)
+        direction = "forward_backward" if backward else "forward"
+        yield _row(cell, direction, "rel_err", "budgets", [max(timed)] * 3, **params)
     for direction, found in times.items():
         if found:
             way = min(found, key=lambda way: found[way][1])
-            params = dict(compile=way, compared=sorted(found)) if way else {}
-            yield _row(cell, direction, "time", "ms", found[way], **params)
+            compiled = dict(compile=way, compared=sorted(found)) if way else {}
+            yield _row(cell, direction, "time", "ms", found[way], **compiled, **params)
 
 
 def decode_rows(cell, build, device="cuda", percentiles=_percentiles_ms, graphs=(False, True)):
@@ -380,14 +385,8 @@ def decode_rows(cell, build, device="cuda", percentiles=_percentiles_ms, graphs=
 
 def sparse_rows(cell, build, device="cuda", percentiles=_percentiles_ms):
     """Time as ``time_rows`` does, and record the share of tiles that the mask leaves."""
-    params = {}
-    if cell.shape.mask:
-        shape = cell.shape
-        mask = Mask(shape.mask, shape.seqlen, device).tile_mask()
-        tiles = mask.tiles(shape.batch, shape.heads, shape.seqlen, shape.seqlen, device=device, block=Mask.BLOCK)
-        params = dict(density=tiles.density)
-    for row in time_rows(cell, build, device, percentiles):
-        yield row | dict(params=json.dumps(json.loads(row["params"]) | params, sort_keys=True))
+    params = dict(density=sparse_tiles(cell.shape, device).density) if cell.shape.mask else {}
+    yield from time_rows(cell, build, device, percentiles, **params)
 
 
 def _wall_ms(function, calls=100, repeats=20):
@@ -484,7 +483,7 @@ def fp8_rows(cell, build, device="cuda", percentiles=_percentiles_ms, errors_at=
             if what[0] != "quantize" or cell.impl == "flashattn_fp8":
                 yield _row(cell, "forward", *what, **params)
     else:
-        yield from time_rows(cell, build, device, percentiles)
+        yield from time_rows(cell, build, device, percentiles, backward=False)
     if cell.impl in ("flashattn", "flashattn_fp8") and (shape.seqlen, shape.head_dim, shape.causal) == errors_at:
         for *what, params in error_figures(cell.impl in EIGHT_BIT, shape.seqlen, shape.head_dim, device):
             yield _row(cell, "forward", *what, **params)

@@ -113,6 +113,11 @@ BLACKWELL = PORTABLE | {("forward", 256): (64, 64, 8, 2), ("dkdv", 128): (32, 32
 # fp32 products, and everything on compute capability 7.5, run on the ordinary cores: operands fill the registers.
 SMALL = {64: (32, 32, 4, 1), 128: (32, 16, 4, 1), 256: (16, 16, 4, 1)}
 
+# Attention on e4m3 tensors: rows that share a scale where a whole head does not (a tile lies within such a block), and
+# probabilities are rounded as 2^P_SHIFT times what they are (fp8_kernel.py says why).
+SCALE_BLOCK = 128
+P_SHIFT = 8.0
+
 # The shared memory that the tables for matrix units were tried with. A device with less gets the small blocks.
 TRIED_WITH = {"mma": 101376, "wgmma": 232448, "tcgen05": 232448, "mfma": 65536}
 

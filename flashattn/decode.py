@@ -3,18 +3,20 @@
 import torch
 
 from .api import (
+    E4M3,
     MAX_HEAD_DIM,
     MAX_ROWS,
     SUPPORTED_DTYPES,
+    _check_beside,
+    _check_dense,
     _check_options,
     _dtype_name,
 )
-from .ops import check_can_launch
+from .ops import _new_out, check_can_launch, has_e4m3
 
 MAX_TOKENS = 16
 PAGE_SIZES = (16, 32, 64, 128, 256)
 PAGES = "(n_pages, heads, page_size, head_dim)"
-FP8 = torch.float8_e4m3fn
 N_TENSORS = 7  # of the operator's arguments
 PLANS = {}  # kind of call -> decode_kernels.Plan
 MOST_PLANS = 4096  # with more, all are forgotten
@@ -129,18 +131,12 @@ def _check_pages(tensors):
     """Raise unless q and the two stores of pages go together."""
     q, k_pages, v_pages = tensors.values()
     for name, x in tensors.items():
-        layout = "(batch, heads, n_tokens, head_dim)" if name == "q" else PAGES
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
-        if x.dim() != 4:
-            raise ValueError(f"`{name}` must be 4-D, {layout}, got shape {tuple(x.shape)}")
-        if x.layout != torch.strided:
-            raise TypeError(f"`{name}` must be a dense (strided) tensor, got layout {x.layout}")
+        _check_dense(name, x, "(batch, heads, n_tokens, head_dim)" if name == "q" else PAGES)
         if x.device != q.device:
             raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
     if q.dtype not in SUPPORTED_DTYPES:
         raise TypeError(f"`q` must be float16, bfloat16 or float32, got {_dtype_name(q)}")
-    if k_pages.dtype not in (q.dtype, FP8):
+    if k_pages.dtype not in (q.dtype, E4M3):
         raise ValueError(f"`k_pages` must be {_dtype_name(q)} like `q`, or float8_e4m3fn, got {_dtype_name(k_pages)}")
     if v_pages.dtype != k_pages.dtype:
         raise ValueError(f"`v_pages` must be {_dtype_name(k_pages)} like `k_pages`, got {_dtype_name(v_pages)}")
@@ -168,15 +164,10 @@ def _check_pages(tensors):
 def _check_tables(q, page_table, seqlens):
     """Raise unless the page table and the lengths have the right type and size; what they contain is a contract."""
     for name, x, layout in (("page_table", page_table, "(batch, max_pages)"), ("seqlens", seqlens, "(batch,)")):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype != torch.int32:
-            raise TypeError(f"`{name}` must be int32, got {_dtype_name(x)}")
+        _check_beside(name, x, q, torch.int32)
         n_dims = 2 if name == "page_table" else 1
         if x.dim() != n_dims or x.shape[0] != q.shape[0]:
             raise ValueError(f"`{name}` must be {layout} with batch {q.shape[0]} like `q`, got shape {tuple(x.shape)}")
-        if x.device != q.device:
-            raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
     if page_table.shape[1] * PAGE_SIZES[0] > MAX_ROWS:
         raise ValueError(
             f"`page_table` must have at most {MAX_ROWS // PAGE_SIZES[0]} pages a sequence, got {page_table.shape[1]}"
@@ -187,28 +178,20 @@ def _check_page_scale(name, x, k_pages, q):
     """Raise unless a scale of fp8 pages has the right type and size."""
     if x is None:
         return
-    if k_pages.dtype != FP8:
+    if k_pages.dtype != E4M3:
         raise ValueError(
             f"`{name}` must be None for pages that are not float8_e4m3fn, got pages in {_dtype_name(k_pages)}"
         )
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"`{name}` must be a torch.Tensor or None, got {type(x).__name__}")
-    if x.dtype != torch.float32:
-        raise TypeError(f"`{name}` must be float32, got {_dtype_name(x)}")
+    _check_beside(name, x, q, torch.float32, kind="a torch.Tensor or None")
     heads_kv = k_pages.shape[1]
     if x.shape not in ((), (heads_kv,)):
         raise ValueError(f"`{name}` must have shape () or ({heads_kv},), one for each key head, got {tuple(x.shape)}")
-    if x.device != q.device:
-        raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
 
 
 def _plan(q, k_pages, v_pages, page_table, seqlens, k_scale, v_scale, scale, softcap, window_left):
     check_can_launch(q)
-    if (
-        k_pages.dtype == FP8
-        and q.is_cuda
-        and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (8, 9))
-    ):
+    is_8_bit = k_pages.dtype == E4M3
+    if is_8_bit and q.is_cuda and not has_e4m3(torch.cuda.get_device_capability(q.device), torch.version.hip):
         raise NotImplementedError(
             "`k_pages` must be in the dtype of `q` on this GPU: float8_e4m3fn needs compute capability 8.9 or newer"
         )
@@ -235,6 +218,4 @@ torch.library.impl("flashattn::decode", ("cpu", "cuda"), _decode)
 
 @torch.library.register_fake("flashattn::decode")
 def _fake_decode(q, k_pages, v_pages, *_):
-    same = v_pages.shape[3] == q.shape[3]
-    out = torch.empty_like(q if same else q[..., :1].expand(*q.shape[:3], v_pages.shape[3]))
-    return out, q.new_empty(q.shape[:3], dtype=torch.float32)
+    return _new_out(q, v_pages.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)

@@ -3,13 +3,11 @@
 One kernel attends over a part of the keys, the other merges the parts. ``flashattn.decode`` checks what comes in here.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from .configs import INTERPRETER, target_of
+from .configs import INTERPRETER, BlockConfig, target_of
 from .primitives import (
     LOWEST,
     dot,
@@ -230,27 +228,11 @@ def _merge_kernel(
     tl.store(lse_ptr + row, tl.where(has_key, lse, float("-inf")))
 
 
-class DecodeConfig(NamedTuple):
-    """A launch of ``_decode_kernel``: block_m rows of queries by block_n keys, and its schedule."""
-
-    block_m: int
-    block_n: int
-    block_d: int
-    block_dv: int
-    num_warps: int
-    num_stages: int
-
-    def launch(self):
-        """Return the keyword arguments of a launch; see ``configs.BlockConfig.launch``."""
-        blocks = dict(BLOCK_M=self.block_m, BLOCK_N=self.block_n, BLOCK_D=self.block_d, BLOCK_DV=self.block_dv)
-        return blocks | dict(num_warps=self.num_warps, num_stages=self.num_stages, enable_fp_fusion=False)
-
-
 def decode_config(n_rows, head_dim, head_dim_v, q_bytes, page_bytes, target):
-    """Choose the tiles: some 32 KiB of keys and values in use, and as much or twice as much on the way.
+    """Choose the launch: some 32 KiB of keys and values in use, and as much or twice as much on the way.
 
     Args:
-        n_rows: query heads of a key head times tokens.
+        n_rows: query heads of a key head times tokens: what a block has block_m of.
         head_dim, head_dim_v: 1 to 256.
         q_bytes, page_bytes: bytes of a number in q and in the pages.
         target: a ``configs.Target``.
@@ -259,11 +241,11 @@ def decode_config(n_rows, head_dim, head_dim_v, q_bytes, page_bytes, target):
     block_d, block_dv = (max(16, triton.next_power_of_2(size)) for size in (head_dim, head_dim_v))
     width = max(64, block_d, block_dv)
     if target == INTERPRETER:
-        return DecodeConfig(block_m, 64, block_d, block_dv, 4, 1)
+        return BlockConfig(block_m, 64, block_d, block_dv, 4, 1)
     if q_bytes == 4 or target.matrix_units == "none":  # products on the ordinary cores: operands fill the registers
-        return DecodeConfig(16, 32 if width == 64 else 16, block_d, block_dv, 4, 2)
+        return BlockConfig(16, 32 if width == 64 else 16, block_d, block_dv, 4, 2)
     block_n = min(128, 8192 // width)
-    return DecodeConfig(block_m, block_n, block_d, block_dv, 4, 3 if target.shared_bytes > 2**17 else 2)
+    return BlockConfig(block_m, block_n, block_d, block_dv, 4, 3 if target.shared_bytes > 2**17 else 2)
 
 
 def programs_at_once(cfg, page_bytes, device):

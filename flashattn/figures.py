@@ -728,6 +728,18 @@ def matmul_counts(counts):
     return figure, alt
 
 
+def _draw_tiles(axes, title, kinds, looks, size=9):
+    """Draw a grid of score tiles. kinds: rows of keys of looks, properties of patches. size: of words, in points."""
+    for m, row in enumerate(kinds):
+        for n, kind in enumerate(row):
+            axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, **looks[kind]))
+    axes.set(ylim=(len(kinds) + 0.1, -0.9), aspect="equal")
+    axes.axis("off")
+    axes.set_title(title, fontsize=size + 1)
+    axes.text(len(kinds[0]) / 2, -0.2, "key blocks", ha="center", fontsize=size)
+    axes.text(-0.2, len(kinds) / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=size)
+
+
 @picture
 def backward_mask_tiles(panels):
     """Draw which score tiles the backward kernels skip, mask and take in full. panels: {title: rows of kinds}."""
@@ -739,14 +751,8 @@ def backward_mask_tiles(panels):
     }
     looks = {kind: look | dict(ec=INK, lw=0.8, alpha=0.55) for kind, look in looks.items()}
     for axes, (title, kinds) in zip(axes_list, panels.items(), strict=True):
-        for m, row in enumerate(kinds):
-            for n, kind in enumerate(row):
-                axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, **looks[kind]))
-        axes.set(xlim=(-1.2, len(kinds[0]) + 3.4), ylim=(len(kinds) + 0.1, -0.9), aspect="equal")
-        axes.axis("off")
-        axes.set_title(title, fontsize=10)
-        axes.text(len(kinds[0]) / 2, -0.2, "key blocks", ha="center", fontsize=9)
-        axes.text(-0.2, len(kinds) / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=9)
+        _draw_tiles(axes, title, kinds, looks)
+        axes.set(xlim=(-1.2, len(kinds[0]) + 3.4))
         for i, kind in enumerate(("full", "masked", "skipped")):
             corner = (len(kinds[0]) + 0.5, i * 1.3 + 0.8)
             axes.add_patch(matplotlib.patches.Rectangle(corner, 0.8, 0.8, **looks[kind]))
@@ -1486,6 +1492,24 @@ def log_lines(x, values_by_name, xlabel, ylabel, alt):
     return figure, alt
 
 
+@picture
+def bars_by_shape(ms_by_shape, alt, unit="ms"):
+    """Plot times as bars, a panel for each shape. ms_by_shape: {title: {label: (role, time)}}."""
+    n_bars = max(map(len, ms_by_shape.values()))
+    figure, panels = new_figure(len(ms_by_shape), 1, figsize=(4.8, len(ms_by_shape) * (0.26 * n_bars + 0.55)))
+    for axes, (title, times) in zip(panels if len(ms_by_shape) > 1 else [panels], ms_by_shape.items(), strict=True):
+        for row, (role, ms) in enumerate(times.values()):
+            axes.barh(row, ms, height=0.62, color=COLORS[role])
+            axes.text(ms, row, f" {ms:.4g}", va="center", fontsize=8)
+        axes.set_yticks(range(len(times)), times, fontsize=9)
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.invert_yaxis()
+        axes.grid(visible=False)
+        axes.margins(x=0.14)
+    axes.set_xlabel(unit)
+    return figure, alt
+
+
 # Chapter 15
 
 
@@ -1497,14 +1521,8 @@ def kinds_of_tiles(panels):
     looks = {kind: look | dict(ec=INK, lw=0.6, alpha=0.55) for kind, look in looks.items()}
     names = {2: "full", 1: "partial", 0: "empty"}
     for axes, (title, kinds) in zip(axes_list, panels.items(), strict=True):
-        for m, row in enumerate(kinds):
-            for n, kind in enumerate(row):
-                axes.add_patch(matplotlib.patches.Rectangle((n, m), 1, 1, **looks[kind]))
-        axes.set(xlim=(-0.6, len(kinds[0]) + 0.1), ylim=(len(kinds) + 0.1, -0.9), aspect="equal")
-        axes.axis("off")
-        axes.set_title(title, fontsize=9)
-        axes.text(len(kinds[0]) / 2, -0.2, "key blocks", ha="center", fontsize=8)
-        axes.text(-0.15, len(kinds) / 2, "query blocks", va="center", ha="right", rotation=90, fontsize=8)
+        _draw_tiles(axes, title, kinds, looks, size=8)
+        axes.set(xlim=(-0.6, len(kinds[0]) + 0.1))
     handles = [matplotlib.patches.Patch(label=names[kind], **looks[kind]) for kind in (2, 1, 0)]
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=9)
     counted = []
@@ -1524,24 +1542,6 @@ def tiles_by_length(seqlens, counts, alt):
     axes.set_xticks(seqlens, [f"{n // 1024}k" for n in seqlens])
     axes.minorticks_off()
     axes.legend(fontsize=8)
-    return figure, alt
-
-
-@picture
-def bars_by_shape(ms_by_shape, alt, unit="ms"):
-    """Plot times as bars, a panel for each shape. ms_by_shape: {title: {label: (role, time)}}."""
-    n_bars = max(map(len, ms_by_shape.values()))
-    figure, panels = new_figure(len(ms_by_shape), 1, figsize=(4.8, len(ms_by_shape) * (0.26 * n_bars + 0.55)))
-    for axes, (title, times) in zip(panels if len(ms_by_shape) > 1 else [panels], ms_by_shape.items(), strict=True):
-        for row, (role, ms) in enumerate(times.values()):
-            axes.barh(row, ms, height=0.62, color=COLORS[role])
-            axes.text(ms, row, f" {ms:.4g}", va="center", fontsize=8)
-        axes.set_yticks(range(len(times)), times, fontsize=9)
-        axes.set_title(title, fontsize=10, loc="left")
-        axes.invert_yaxis()
-        axes.grid(visible=False)
-        axes.margins(x=0.14)
-    axes.set_xlabel(unit)
     return figure, alt
 
 

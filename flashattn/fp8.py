@@ -9,14 +9,12 @@ import math
 
 import torch
 
-from .api import DENSE, MAX_HEAD_DIM, _check_options, _check_tensors, _dtype_name
-from .ops import check_can_launch
+from .api import DENSE, E4M3, MAX_HEAD_DIM, _check_beside, _check_options, _check_tensors, _dtype_name
+from .configs import P_SHIFT, SCALE_BLOCK
+from .ops import check_can_launch, has_e4m3
 from .reference import apply_softcap, visible_keys
 
-E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
-SCALE_BLOCK = 128  # rows that share a scale where a whole head does not; a tile of the kernel lies within such a block
-P_SHIFT = 8.0  # probabilities are rounded as 2^P_SHIFT times what they are: see flashattn/fp8_kernel.py
 OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -221,7 +219,7 @@ def _is_interpreting():
 
 def _check_e4m3(capability, hip):
     """Raise unless a GPU of this compute capability multiplies e4m3 numbers."""
-    if hip or capability < (8, 9):
+    if not has_e4m3(capability, hip):
         which = "an AMD GPU" if hip else f"compute capability {capability[0]}.{capability[1]}"
         raise NotImplementedError(
             f"`q` must be on an NVIDIA GPU of compute capability 8.9 or newer, which multiplies e4m3, got {which}; "
@@ -244,12 +242,7 @@ def _check_inputs(q, k, v, scales):
         raise ValueError(f"`q` must be on a CUDA device or the CPU, got {q.device}")
     shaped = []
     for (name, x), of in zip(scales.items(), (q, k, v), strict=True):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"`{name}` must be a torch.Tensor, got {type(x).__name__}")
-        if x.dtype != torch.float32:
-            raise TypeError(f"`{name}` must be float32, got {_dtype_name(x)}")
-        if x.device != q.device:
-            raise ValueError(f"`{name}` must be on {q.device} like `q`, got {x.device}")
+        _check_beside(name, x, q, torch.float32)
         head, blocks = tuple(of.shape[:2]), math.ceil(of.shape[2] / SCALE_BLOCK)
         if tuple(x.shape) not in (head, (*head, blocks)):
             raise ValueError(

@@ -3,13 +3,13 @@
 import triton
 import triton.language as tl
 
-from .configs import BlockConfig, target_of
-from .fp8 import P_SHIFT as SHIFT
-from .fp8 import SCALE_BLOCK
+from . import configs
+from .configs import SCALE_BLOCK, BlockConfig, target_of
 from .launch import Launch, launch
 from .primitives import (
     INTERPRETED,
     LOWEST,
+    SIZES,
     dot,
     grid_blocks,
     load_rows,
@@ -28,9 +28,8 @@ from .primitives import (
 
 # Probabilities are at most 1, and e4m3 reaches from 2^-9 to 448. Times 2^8 they use nearly all of that; the sum that
 # they are divided by grows by as much, so that nothing has to take the factor out again.
-P_SHIFT = tl.constexpr(SHIFT)
+P_SHIFT = tl.constexpr(configs.P_SHIFT)
 TINY = tl.constexpr(2.0**-126)  # the least normal fp32 number
-SIZES = ["n_heads", "group", "seqlen_q", "seqlen_k", "window_left", "window_right"]
 
 
 @triton.jit

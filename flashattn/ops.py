@@ -41,6 +41,11 @@ def _is_transformed(*tensors):
     return any(x is not None and torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors)
 
 
+def has_e4m3(capability, hip):
+    """Say whether a GPU of this compute capability has e4m3: NVIDIA's do from 8.9 on."""
+    return not hip and capability >= (8, 9)
+
+
 def check_can_launch(q):
     """Raise unless a kernel can run on the device of q: a GPU, or the CPU under Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
@@ -65,15 +70,21 @@ def check_can_launch(q):
         )
 
 
-def _new_outputs(q, v, bias):
-    """Allocate (out, lse, lse_log2, lse_low). out keeps the order of q's dimensions in memory, without gaps.
+def _new_out(q, head_dim_v):
+    """Allocate out, which keeps the order of q's dimensions in memory, without gaps."""
+    return torch.empty_like(q if head_dim_v == q.shape[3] else q[..., :1].expand(*q.shape[:3], head_dim_v))
 
-    lse_low, what lse_log2 lost in rounding, is empty where nobody would see that: in half precision without a mask.
-    In the last two each head has room for a multiple of 4 rows, 16 bytes, as copies of boxes want it.
+
+def _new_outputs(q, v, exact=False):
+    """Allocate (out, lse, lse_log2, lse_low).
+
+    lse_low, what lse_log2 lost in rounding, is empty where nobody would see that: in half precision, unless exact, as
+    with a mask that is added. In the last two each head has room for a multiple of 4 rows, 16 bytes, as copies of boxes
+    want it.
     """
-    out = torch.empty_like(q if v.shape[3] == q.shape[3] else q[..., :1].expand(*q.shape[:3], v.shape[3]))
+    out = _new_out(q, v.shape[3])
     lse = q.new_empty(q.shape[:3], dtype=torch.float32)
-    exact = bias is not None or q.dtype == torch.float32
+    exact = exact or q.dtype == torch.float32
     lse_log2 = lse.new_empty((*q.shape[:2], (q.shape[2] + 3) // 4 * 4))
     return out, lse, lse_log2, torch.empty_like(lse_log2) if exact else lse.new_empty(0)
 
@@ -87,6 +98,14 @@ def _bytes(bias):
     return bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias
 
 
+def _padded(dlse, lse_log2):
+    """Return dlse laid out as lse_log2 is, or None."""
+    if dlse is None:
+        return None
+    dlse, room = dlse.resolve_neg(), lse_log2.shape[2] - dlse.shape[2]
+    return (torch.nn.functional.pad(dlse, (0, room)) if room else dlse).contiguous()
+
+
 def _or_none(lse_low):
     return lse_low if lse_low.numel() else None
 
@@ -95,7 +114,7 @@ def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_l
     check_can_launch(q)
     from .forward import attn_forward  # here, so that `import flashattn` needs no Triton
 
-    outputs = _new_outputs(q, v, bias)
+    outputs = _new_outputs(q, v, exact=bias is not None)
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_forward(q, k, v, _bytes(bias), *outputs[:3], _or_none(outputs[3]), cu_seqlens_q, cu_seqlens_k, **options)
@@ -113,9 +132,7 @@ def _backward(
 
     gradients = _new_gradients(q, k, v)
     do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
-    if dlse is not None:
-        dlse, room = dlse.resolve_neg(), lse_log2.shape[2] - dlse.shape[2]
-        dlse = (torch.nn.functional.pad(dlse, (0, room)) if room else dlse).contiguous()
+    dlse = _padded(dlse, lse_log2)
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
     with torch.cuda.device_of(q):
         attn_backward(
@@ -204,7 +221,7 @@ torch.library.impl("flashattn::backward", ("cpu", "cuda"), _backward)
 
 @torch.library.register_fake("flashattn::forward")
 def _fake_forward(q, k, v, bias, *_):
-    return _new_outputs(q, v, bias)
+    return _new_outputs(q, v, exact=bias is not None)
 
 
 @torch.library.register_fake("flashattn::backward")

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from .api import MAX_HEAD_DIM, SUPPORTED_DTYPES
-from .decode import FP8, PAGE_SIZES, flash_decode
+from .api import E4M3, MAX_HEAD_DIM, SUPPORTED_DTYPES
+from .decode import PAGE_SIZES, flash_decode
 
 WIDTHS = 8  # page tables have a multiple of so many columns: fewer shapes that kernels must be launched anew for
 
@@ -105,7 +105,7 @@ class PagedKVCache:
             _check_count(name, x, most=MAX_HEAD_DIM)
         if page_size not in PAGE_SIZES:
             raise ValueError(f"`page_size` must be 16, 32, 64, 128 or 256, got {page_size!r}")
-        if dtype not in (*SUPPORTED_DTYPES, FP8):
+        if dtype not in (*SUPPORTED_DTYPES, E4M3):
             raise TypeError(f"`dtype` must be float16, bfloat16, float32 or float8_e4m3fn, got {dtype}")
         self.page_size, self.n_layers = page_size, n_layers
         rows = (n_layers, n_pages, n_heads_kv, page_size)
@@ -245,9 +245,9 @@ class PagedKVCache:
         self._check_layer(layer)
         k, v = (self._check_rows(*x, step) for x in (("k", k, self.k_pages), ("v", v, self.v_pages)))
         for x, store, scale in ((k, self.k_pages, self.k_scale), (v, self.v_pages, self.v_scale)):
-            if store.dtype == FP8:
+            if store.dtype == E4M3:
                 x = x.float() if scale is None else x.float() / scale[layer][:, None]
-                largest = torch.finfo(FP8).max
+                largest = torch.finfo(E4M3).max
                 x = x.clamp(-largest, largest)
             store[layer][step.pages, :, step.rows] = x.to(store.dtype)
 
@@ -304,7 +304,7 @@ class PagedKVCache:
         results = []
         for store, scale in ((self.k_pages, self.k_scale), (self.v_pages, self.v_scale)):
             x = store[layer][pages].transpose(0, 1).flatten(1, 2)[:, : found.length]
-            if store.dtype == FP8:
+            if store.dtype == E4M3:
                 x = x.float() if scale is None else x.float() * scale[layer][:, None, None]
             results.append(x)
         return tuple(results)
@@ -390,7 +390,7 @@ class PagedKVCache:
     def _scales(self, name, scale):
         if scale is None:
             return None
-        if self.k_pages.dtype != FP8:
+        if self.k_pages.dtype != E4M3:
             raise ValueError(f"`{name}` must be None in a cache that is not float8_e4m3fn, got {type(scale).__name__}")
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         wanted = (self.n_layers, self.k_pages.shape[2])

@@ -258,7 +258,7 @@ def _attend(q, k, v, diagonal, scale):
     """Return (out, lse_log2) over some keys, out in fp32 and lse_log2 in fp64."""
     from .forward import attn_forward
 
-    stats = _new_outputs(q, v, None)[1:]
+    stats = _new_outputs(q, v)[1:]
     out = q.new_empty((*q.shape[:3], v.shape[3]), dtype=torch.float32)
     attn_forward(q, k, v, None, out, *stats[:2], _or_none(stats[2]), None, None, **_options(scale, diagonal))
     lse_log2 = sum(x[..., : q.shape[2]].double() for x in stats[1:] if x.numel())
@@ -284,7 +284,7 @@ def _forward_turn(q, k, v, ring, causal, scale):
 def _forward(q, k, v, ring, causal, scale):
     """Return (out, lse, lse_log2, lse_low) as ``flashattn.ops`` has them, of this rank's queries over all keys."""
     check_can_launch(q)
-    out, lse, lse_log2, lse_low = results = _new_outputs(q, v, None)
+    out, lse, lse_log2, lse_low = results = _new_outputs(q, v)
     n_rows = q.shape[2]
     with torch.cuda.device_of(q):
         for x in (lse_log2, lse_low):

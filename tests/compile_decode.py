@@ -10,10 +10,7 @@ import json
 import re
 import sys
 
-import triton
-from compile_kernels import ptxas_report
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernels import compile_for, ptxas_report
 
 from flashattn import decode_kernels
 from flashattn.configs import TARGETS
@@ -30,7 +27,7 @@ def compile_decode(target, q, pages, head_dim, page_size, rows, extras, config=N
     choose = decode_kernels.decode_config
     config = config or choose(rows, head_dim, head_dim, BYTES[q], BYTES[pages], TARGETS[target])
     launch = config.launch()
-    constants = {name: launch.pop(name) for name in list(launch) if name.startswith("BLOCK")}
+    constants = {name: x for name, x in launch.items() if name.startswith("BLOCK")}
     constants |= dict(HEAD_DIM=head_dim, HEAD_DIM_V=head_dim, PAGE_SIZE=page_size)
     constants |= dict.fromkeys(("stride_qd", "stride_kd", "stride_vd", "stride_od", "stride_tp"), 1)
     constants |= {} if extras.get("window") else dict(window_left=None)
@@ -51,8 +48,7 @@ def compile_decode(target, q, pages, head_dim, page_size, rows, extras, config=N
             types[name] = "i32"
             if name not in (*decode_kernels.COUNTS, "stride_ks", "stride_vs"):
                 hints[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): x for n, x in constants.items()}, hints)
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(target[3:]), 32), options=launch)
+    compiled = compile_for(target, kernel, types, hints, constants, launch)
     ptx = compiled.asm["ptx"]
     copies = sorted(set(re.findall(r"cp\.async\.c[ga]\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)))
     limits = dict(shared_bytes=compiled.metadata.shared, shared_limit=TARGETS[target].shared_bytes)

@@ -11,9 +11,7 @@ import re
 import sys
 
 import triton
-from compile_kernels import ptxas_report
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from compile_kernels import compile_for, ptxas_report
 
 from flashattn import fp8_kernel
 from flashattn.configs import TARGETS
@@ -51,10 +49,8 @@ def compile_fp8(target, head_dim, causal, extras=(), choice=None):
             types[name] = "i32"
             if name not in fp8_kernel.SIZES and not name.startswith(("stride_qs", "stride_ks", "stride_vs")):
                 hints[(i,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
-    options = {name: x for name, x in launch.items() if name not in constants}
-    options |= dict(maxnreg=registers) if registers else {}
-    compiled = triton.compile(source, target=GPUTarget("cuda", int(target[3:]), 32), options=options)
+    launch |= dict(maxnreg=registers) if registers else {}
+    compiled = compile_for(target, kernel, types, hints, constants, launch)
     ptx = compiled.asm["ptx"]
     return dict(
         target=target, triton=triton.__version__, head_dim=head_dim, causal=causal, extras="+".join(extras),

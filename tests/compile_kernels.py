@@ -110,13 +110,21 @@ def compile_kernel(direction, head_dim, dtype, causal, target, extras=(), config
     constants |= {"stride_bias_n": 1}
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types, hints = signature_of(kernel, dtype, constants)
-    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
-    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
-    options = {name: x for name, x in config.launch().items() if not name.startswith("BLOCK")}
-    compiled = triton.compile(source, target=gpu, options=options)
+    compiled = compile_for(target, kernel, types, hints, constants, config.launch())
     row = dict(target=target, triton=triton.__version__, direction=direction, head_dim=head_dim, dtype=dtype)
     row |= dict(causal=causal, extras="+".join(extras), **config._asdict(), shared_bytes=compiled.metadata.shared)
     return row | (ptxas_report(compiled.asm["ptx"]) if "ptx" in compiled.asm else amd_report(compiled.asm["amdgcn"]))
+
+
+def compile_for(target, kernel, types, hints, constants, launch):
+    """Compile a kernel for a target: types and hints as ``signature_of`` returns them, constants by name.
+
+    launch: what a configuration's ``launch()`` returns, and other options; constexprs in it are among the constants.
+    """
+    source = ASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
+    gpu = GPUTarget("hip", target, 64) if target.startswith("gfx") else GPUTarget("cuda", int(target[3:]), 32)
+    options = {name: x for name, x in launch.items() if not name.startswith("BLOCK")}
+    return triton.compile(source, target=gpu, options=options)
 
 
 def amd_report(assembly):

@@ -265,7 +265,7 @@ def test_fp8_pages(dtype, per_head, device):
     stores, dense = [], []
     for name, scale in (("keys", k_scale), ("values", v_scale)):
         by_head = scale.expand(2)[:, None, None]
-        rounded = [(x.float() / by_head).to(decode.FP8) for x in getattr(inputs, name)]
+        rounded = [(x.float() / by_head).to(decode.E4M3) for x in getattr(inputs, name)]
         stores.append(store_of(rounded, inputs.page_table, len(inputs.k_pages), 32, "rows first"))
         dense.append([x.double() * by_head.double() for x in rounded])
     pages = inputs._replace(k_pages=stores[0], v_pages=stores[1], keys=dense[0], values=dense[1])
@@ -419,7 +419,7 @@ def test_errors(name, change, error, message, device):
 )
 def test_errors_of_scales(scale, error, message, device):
     inputs = make(Decode((20, 30), dtype="fp32"), device)
-    inputs = inputs._replace(k_pages=inputs.k_pages.to(decode.FP8), v_pages=inputs.v_pages.to(decode.FP8))
+    inputs = inputs._replace(k_pages=inputs.k_pages.to(decode.E4M3), v_pages=inputs.v_pages.to(decode.E4M3))
     with pytest.raises(error, match=message):
         flash_decode(*inputs.arguments, k_scale=scale)
 
@@ -432,7 +432,7 @@ def test_fp8_pages_are_refused_where_the_gpu_has_none(monkeypatch, device):
 
     q = torch.zeros(1, 2, 1, 16).as_subclass(Seen)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 6))
-    pages = torch.zeros(1, 2, 16, 16).to(decode.FP8)
+    pages = torch.zeros(1, 2, 16, 16).to(decode.E4M3)
     with pytest.raises(
         NotImplementedError, match=r"`k_pages` must be in the dtype of `q` on this GPU: .* 8.9 or newer"
     ):

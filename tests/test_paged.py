@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from flashattn import PagedKVCache, attention_reference
-from flashattn.decode import FP8
+from flashattn.api import E4M3
 from flashattn.notebook import HAS_GPU, HAS_TRITON, device
 from flashattn.paged import OutOfPages
 
@@ -222,7 +222,7 @@ def test_many_sequences_and_long_ones():
 @parametrize("per_head", [False, True])
 def test_fp8(per_head):
     scale = torch.tensor([[0.01, 0.02], [0.03, 0.04]]) if per_head else 0.02
-    options = dict(n_layers=2, page_size=16, dtype=FP8, device=device, k_scale=scale, v_scale=scale)
+    options = dict(n_layers=2, page_size=16, dtype=E4M3, device=device, k_scale=scale, v_scale=scale)
     cache = PagedKVCache(4, HEADS_KV, 16, **options)
     sequence = cache.allocate()
     k, v = torch.randn(2, 2, 1, HEADS_KV, 20, 16, device=device)
@@ -231,7 +231,7 @@ def test_fp8(per_head):
     by_head = torch.as_tensor(scale, device=device).expand(2, 2)
     for layer in range(2):
         scales = by_head[layer][:, None, None]
-        rounded = [(x[layer, 0] / scales).clamp(-448, 448).to(FP8).float() * scales for x in (k, v)]
+        rounded = [(x[layer, 0] / scales).clamp(-448, 448).to(E4M3).float() * scales for x in (k, v)]
         stored = cache.contents(sequence, layer)
         assert all(map(torch.equal, stored, rounded))
         q = torch.randn(1, HEADS, 1, 16, device=device)
@@ -240,10 +240,10 @@ def test_fp8(per_head):
             expected, _ = attention_reference(q, *(x[None] for x in rounded), causal=True)
             torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert cache.usage().reserved_bytes == 2 * cache.k_pages.numel()
-    plain = PagedKVCache(4, HEADS_KV, 16, page_size=16, dtype=FP8, device=device)
+    plain = PagedKVCache(4, HEADS_KV, 16, page_size=16, dtype=E4M3, device=device)
     sequence = plain.allocate()
     plain.append([sequence], k[0], v[0])
-    assert torch.equal(plain.contents(sequence)[0], k[0, 0].to(FP8).float())
+    assert torch.equal(plain.contents(sequence)[0], k[0, 0].to(E4M3).float())
 
 
 CREATION = {
@@ -272,7 +272,7 @@ def test_errors_of_creation(name):
 
 def test_scales_that_do_not_fit():
     with pytest.raises(ValueError, match=r"`k_scale` must broadcast to \(1, 2\), got \(3,\)"):
-        PagedKVCache(2, 2, 8, dtype=FP8, k_scale=[1.0, 1.0, 1.0], device=device)
+        PagedKVCache(2, 2, 8, dtype=E4M3, k_scale=[1.0, 1.0, 1.0], device=device)
 
 
 def rows(*shape, dtype=torch.float32, on=device):
