@@ -151,3 +151,49 @@ def block_config(direction, head_dim, head_dim_v, dtype, target, *, causal, regu
         choice = (BLACKWELL if target.matrix_units == "tcgen05" else PORTABLE)[direction, width]
     block_m, block_n, num_warps, num_stages = choice
     return BlockConfig(block_m, block_n, block_d, block_dv, num_warps, num_stages)
+
+
+class HopperConfig(NamedTuple):
+    """A launch of the forward kernel in Gluon: groups of 64 queries by block_n keys, with so many buffers of keys.
+
+    registers: what a thread of a computing group may use. q_in_registers: a group copies its queries there once, and
+    the matrix units need not read them from shared memory at every step. persistent: one program for each
+    multiprocessor, which takes tile after tile and loads the next one's first blocks during the last one's; else a
+    program for each tile, which the GPU hands out as others end. chunk: key heads that are worked on at one time.
+    """
+
+    block_n: int
+    block_d: int
+    block_dv: int
+    groups: int
+    stages: int
+    registers: int
+    q_in_registers: bool
+    persistent: bool
+    chunk: int
+
+    def launch(self):
+        """Return the keyword arguments of a launch. There is no fused multiply-add but where the kernel says so."""
+        blocks = dict(BLOCK_N=self.block_n, BLOCK_D=self.block_d, BLOCK_DV=self.block_dv, GROUPS=self.groups)
+        blocks |= dict(STAGES=self.stages, REGISTERS=self.registers, Q_IN_REGISTERS=self.q_in_registers)
+        return blocks | dict(num_warps=4, enable_fp_fusion=False)
+
+
+def hopper_config(head_dim, head_dim_v, seqlen_q, *, masked):
+    """Choose the launch of the forward kernel in Gluon; head dimensions up to 128. Measured on an H200.
+
+    masked: whether the call is causal or has a window.
+    """
+    block_d, block_dv = (64 if size <= 64 else 128 for size in (head_dim, head_dim_v))
+    narrow = max(block_d, block_dv) == 64
+    if narrow and not masked and seqlen_q > 1024:
+        return HopperConfig(128, 64, 64, 3, 3, 160, q_in_registers=False, persistent=True, chunk=32)
+    # Under a mask tiles differ: where many wait, the GPU hands them out more evenly than a fixed order would.
+    persistent, chunk = (False, 16) if masked and seqlen_q > 1024 else (True, 4)
+    return HopperConfig(128, block_d, block_dv, 2, 3 if narrow else 2, 240, True, persistent, chunk)
+
+
+@functools.lru_cache
+def multiprocessors(index):
+    """Return how many multiprocessors a GPU has."""
+    return torch.cuda.get_device_properties(index).multi_processor_count

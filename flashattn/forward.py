@@ -131,21 +131,22 @@ def _attn_fwd_kernel(
 
 def attn_forward(
     q, k, v, bias, out, lse, lse_log2, lse_low, cu_seqlens_q, cu_seqlens_k, *,
-    scale, softcap, window_left, window_right,
+    scale, softcap, window_left, window_right, decide=None,
 ):  # fmt: skip
     """Launch the forward kernel on checked inputs; it writes out, lse, lse_log2 and lse_low. See ``flash_attention``.
 
     bias is None or (batch, n_heads, seqlen_q, seqlen_k): added to the scores, or, as uint8, 0 where hidden. lse_low may
-    be None. The cu_seqlens are None, or the offsets of sequences packed into a batch of 1. scale is over 0.
+    be None. The cu_seqlens are None, or the offsets of sequences packed into a batch of 1. scale is over 0. decide
+    chooses the launches; by default it is :func:`decide_forward`.
     """
     tensors = dict(
         q=q, k=k, v=v, bias=bias, out=out, lse=lse, lse_log2=lse_log2, lse_low=lse_low,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
-    launch(_decide_forward, tensors, scale, softcap, window_left, window_right)
+    launch(decide or decide_forward, tensors, scale, softcap, window_left, window_right)
 
 
-def _decide_forward(tensors, scale, softcap, window_left, window_right):
+def decide_forward(tensors, scale, softcap, window_left, window_right):
     """Return the one launch of a forward pass, in a list."""
     q, k, v, bias, out, cu_seqlens_q = (tensors[name] for name in ("q", "k", "v", "bias", "out", "cu_seqlens_q"))
     batch, n_heads, seqlen_q, head_dim = q.shape

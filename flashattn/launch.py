@@ -18,13 +18,14 @@ class Launch:
             (``q_desc``), numbers and constexprs.
         grid: the number of programs.
         boxes: {name: shape of the box that one load brings} of the tensors to describe; other descriptors are None.
+        layouts: {name: how its box lies in shared memory}, for a kernel in Gluon; one in Triton has no say in that.
         numbers: in order.
         constants: the constexprs, num_warps and so on, by name.
     """
 
-    def __init__(self, kernel, grid, boxes, numbers, constants):
+    def __init__(self, kernel, grid, boxes, numbers, constants, layouts=None):
         names = kernel.arg_names
-        self.kernel, self.grid, self.boxes = kernel, (grid, 1, 1), boxes
+        self.kernel, self.grid, self.boxes, self.layouts = kernel, (grid, 1, 1), boxes, layouts
         self.pointers = [name.removesuffix("_ptr") for name in names if name.endswith("_ptr")]
         self.described = [name.removesuffix("_desc") for name in names if name.endswith("_desc")]
         self.numbers, self.constants = numbers, constants
@@ -43,10 +44,17 @@ class Launch:
     def _describe(self, name, x):
         """Return a descriptor of x. The first of each name is checked by Triton; later ones differ in memory alone."""
         if name not in self.templates:
-            descriptor = TensorDescriptor.from_tensor(x, list(self.boxes[name]))
+            box = list(self.boxes[name])
+            if self.layouts is None:
+                descriptor = TensorDescriptor.from_tensor(x, box)
+            else:
+                from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+                descriptor = GluonDescriptor.from_tensor(x, box, self.layouts[name])
             self.templates[name] = vars(descriptor) | {"base": None}
+            self.descriptor = type(descriptor)
             return descriptor
-        descriptor = TensorDescriptor.__new__(TensorDescriptor)
+        descriptor = self.descriptor.__new__(self.descriptor)
         vars(descriptor).update(self.templates[name], base=x)
         return descriptor
 

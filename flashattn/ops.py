@@ -112,10 +112,12 @@ def _or_none(lse_low):
 
 def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right):
     check_can_launch(q)
-    from .forward import attn_forward  # here, so that `import flashattn` needs no Triton
+    from .backends import FORWARD, chosen  # here, so that `import flashattn` needs no Triton
+    from .forward import attn_forward
 
     outputs = _new_outputs(q, v, exact=bias is not None)
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
+    options |= dict(decide=chosen(FORWARD))
     with torch.cuda.device_of(q):
         attn_forward(q, k, v, _bytes(bias), *outputs[:3], _or_none(outputs[3]), cu_seqlens_q, cu_seqlens_k, **options)
         if q.shape[2] % 4:  # what no row fills is the same in every call all the same

@@ -272,7 +272,7 @@ def stats_row(batch, head, n_heads, seqlen_q):
 @triton.jit
 def row_has_key(offs_m, seqlen_k, shift, window_left, window_right):
     """Return, for each query, whether it sees any key at all."""
-    first = tl.zeros_like(offs_m)
+    first = offs_m * 0
     end = first + seqlen_k
     if window_left is not None:
         first = tl.maximum(first, offs_m + shift - window_left)
