@@ -1,10 +1,11 @@
 """The public calls and every check of what users pass to them."""
 
 import math
+from typing import NamedTuple
 
 import torch
 
-from .ops import attention
+from .ops import attention, check_can_launch
 
 SUPPORTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 E4M3 = torch.float8_e4m3fn
@@ -55,7 +56,10 @@ def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=N
         NVIDIA, compute capability 8.0 and newer: everything. 7.5 (T4): fp16, fp32, no tensor cores; bf16 raises.
         CPU: Triton's interpreter, slow, where ``TRITON_INTERPRET=1`` was set before Triton came in; else it raises.
         macOS, Windows: Triton does not exist there, so the call raises; ``attention_tiled`` works.
-        Results are the same to the bit on every call. NaN or infinity in a visible input shows in the output.
+        NVIDIA, compute capability 9.0 (H100, H200): kernels of their own where they can run, see :func:`backend`.
+        Results are the same to the bit on every call, but for dq of those kernels, whose parts are added in any order:
+        ``torch.use_deterministic_algorithms(True)`` has them added in one order, which takes longer.
+        NaN or infinity in a visible input shows in the output.
         Under ``torch.autocast`` the inputs are cast to the autocast dtype. ``torch.compile``, ``torch.export``,
         activation checkpointing, CUDA graphs and ``torch.func`` (``vmap``, ``grad``) work; forward-mode and second
         derivatives raise.
@@ -74,6 +78,41 @@ def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=N
     q, options = _check_options(q, causal, scale, window, softcap, return_lse)
     out, lse = attention(q, k, v, None, None, None, *options)
     return (out, lse) if return_lse else out
+
+
+class Backend(NamedTuple):
+    """Which kernels a call runs, "hopper" or "portable", and why not those for Hopper."""
+
+    name: str
+    reason: str | None
+
+
+def backend(q, k, v, *, causal=False, scale=None, window=None, softcap=None):
+    """Say which kernels the forward pass of ``flash_attention`` would run on these arguments, without running them.
+
+    On GPUs of compute capability 9.0 (H100, H200) calls that are long enough run kernels written for them, in Gluon:
+    fp16 or bf16, head dimensions up to 128, rows without gaps, no softcap; causal or not, windows, grouped heads, any
+    lengths. All other calls run the portable kernels in Triton. Both keep the same error budget, but not the same bits.
+    The environment variable FLASHATTN_BACKEND fixes the choice for all calls: ``portable``, or ``hopper``, which raises
+    where it cannot.
+
+    Args:
+        q, k, v, causal, scale, window, softcap: as for :func:`flash_attention`.
+
+    Returns:
+        A :class:`Backend`: ``name`` is "hopper" or "portable"; ``reason`` is None for the former.
+
+    Raises:
+        As :func:`flash_attention`.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors({"q": q, "k": k, "v": v}, DENSE)
+    q, options = _check_options(q, causal, scale, window, softcap, False)
+    check_can_launch(q)
+    from .backends import explain  # here, since it needs Triton
+
+    name, reason = explain(q, k, v, *options[1:])
+    return Backend(name, reason)
 
 
 def flash_attention_varlen(

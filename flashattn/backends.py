@@ -10,11 +10,13 @@ import warnings
 
 import torch
 
+from .backward import decide_backward
 from .configs import target_of
 from .forward import decide_forward
 from .primitives import boxes_fit
 
 VARIABLE = "FLASHATTN_BACKEND"
+THEY = "the kernels for Hopper"
 SCORES_WORTH_IT = 2**24  # in all heads together
 
 
@@ -22,10 +24,10 @@ SCORES_WORTH_IT = 2**24  # in all heads together
 def _why_no_gluon():
     """Return None, or why the kernels in Gluon cannot be loaded, with one warning: its interface is experimental."""
     try:
-        from . import hopper  # noqa: F401
+        from . import hopper, hopper_backward  # noqa: F401
     except Exception as error:
-        reason = f"this Triton's Gluon is not one of those they were written for ({type(error).__name__}: {error})"
-        warnings.warn(f"flashattn runs its portable kernels, not those for Hopper: {reason}", stacklevel=2)
+        reason = f"{THEY} were not written for this Triton's Gluon ({type(error).__name__}: {error})"
+        warnings.warn(f"flashattn runs its portable kernels: {reason}", stacklevel=2)
         return reason
 
 
@@ -37,17 +39,21 @@ def why_not_hopper(tensors, softcap, window_left, window_right):
     q, k, v = tensors["q"], tensors["k"], tensors["v"]
     target = target_of(q.device)
     if target.name != "sm_90":
-        return f"they need compute capability 9.0, and this is {target.name}"
+        return f"{THEY} need compute capability 9.0, and this is {target.name}"
     if q.dtype not in (torch.float16, torch.bfloat16):
-        return f"they take float16 and bfloat16, and `q` is {q.dtype}"
+        return f"{THEY} take float16 and bfloat16, and `q` is {q.dtype}"
     if max(q.shape[3], v.shape[3]) > 128:
-        return f"they take head dimensions up to 128, and these are {q.shape[3]} and {v.shape[3]}"
+        return f"{THEY} take head dimensions up to 128, and these are {q.shape[3]} and {v.shape[3]}"
     for name, given in (("mask", tensors["bias"]), ("cu_seqlens", tensors["cu_seqlens_q"]), ("softcap", softcap)):
         if given is not None:
-            return f"they have no {name}"
-    streamed = [tensors[name] for name in ("q", "k", "v", "out", "do") if name in tensors]
+            return f"{THEY} have no {name}"
+    if "dq" in tensors and (q.shape[3] <= 64) != (v.shape[3] <= 64):
+        return f"{THEY}, backward, take two head dimensions up to 64 or two over it, not {q.shape[3]} and {v.shape[3]}"
+    if q[..., 0].numel() > 2**27:
+        return f"{THEY} take up to {2**27:,} rows, and these are {q[..., 0].numel():,}"
+    streamed = [tensors[name] for name in ("q", "k", "v", "out", "do", "dq", "dk", "dv") if name in tensors]
     if not boxes_fit(target, streamed, None, None, k.shape[2] - q.shape[2], window_left, window_right):
-        return "tiles cannot be copied as boxes: rows are not regular, or there is a key that no query sees"
+        return f"{THEY} copy tiles as boxes: rows must be regular, and there must be no key that no query sees"
     return _why_no_gluon()
 
 
@@ -59,16 +65,14 @@ def why_not_worth_it(tensors):
     return None
 
 
-def _choices(direction, portable):
+def _choices(portable, decide_hopper):
     """Return {value of the variable: function that decides how to launch one direction of a call}."""
 
     def hopper(tensors, scale, softcap, window_left, window_right):
         reason = why_not_hopper(tensors, softcap, window_left, window_right)
         if reason is not None:
-            raise RuntimeError(f"{VARIABLE}=hopper, but its kernels cannot run this call: {reason}")
-        from . import hopper
-
-        return getattr(hopper, direction)(tensors, scale, window_left, window_right)
+            raise RuntimeError(f"{VARIABLE}=hopper, but {reason}")
+        return decide_hopper(tensors, scale, window_left, window_right)
 
     def automatic(tensors, scale, softcap, window_left, window_right):
         reason = why_not_hopper(tensors, softcap, window_left, window_right) or why_not_worth_it(tensors)
@@ -77,12 +81,53 @@ def _choices(direction, portable):
     return {"": automatic, "portable": portable, "hopper": hopper}
 
 
-FORWARD = _choices("decide_forward", decide_forward)
+def _hopper_forward(*arguments):
+    from .hopper import decide_forward
+
+    return decide_forward(*arguments)
 
 
-def chosen(choices):
+def _hopper_backward(*arguments, in_order=False):
+    from .hopper_backward import decide_backward
+
+    return decide_backward(*arguments, in_order)
+
+
+_FORWARD = _choices(decide_forward, _hopper_forward)
+_BACKWARD = _choices(decide_backward, _hopper_backward)
+_BACKWARD_IN_ORDER = _choices(decide_backward, functools.partial(_hopper_backward, in_order=True))
+
+
+def _chosen(choices):
     """Return the choice that the environment variable names."""
     name = os.environ.get(VARIABLE, "")
     if name not in choices:
         raise ValueError(f"{VARIABLE} must be portable, hopper or not set, got {name!r}")
     return choices[name]
+
+
+def forward_choice():
+    """Return the function that decides how to launch a forward pass, as ``attn_forward`` takes it."""
+    return _chosen(_FORWARD)
+
+
+def backward_choice():
+    """Return the function that decides how to launch a backward pass, as ``attn_backward`` takes it.
+
+    The portable kernels give the same bits every time, those for Hopper where PyTorch is told to be deterministic.
+    """
+    return _chosen(_BACKWARD_IN_ORDER if torch.are_deterministic_algorithms_enabled() else _BACKWARD)
+
+
+def explain(q, k, v, softcap, window_left, window_right):
+    """Return (name, reason) of what the forward pass of a dense call would run; raise where it would raise."""
+    wanted = os.environ.get(VARIABLE, "")
+    _chosen(_FORWARD)
+    if wanted == "portable":
+        return "portable", f"{VARIABLE}=portable"
+    tensors = dict(q=q, k=k, v=v, bias=None, cu_seqlens_q=None)
+    reason = why_not_hopper(tensors, softcap, window_left, window_right)
+    if wanted == "hopper" and reason is not None:
+        raise RuntimeError(f"{VARIABLE}=hopper, but {reason}")
+    reason = reason or (None if wanted else why_not_worth_it(tensors))
+    return ("portable", reason) if reason else ("hopper", None)

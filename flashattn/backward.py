@@ -247,7 +247,7 @@ def _attn_bwd_dkdv_kernel(
 
 def attn_backward(
     q, k, v, bias, out, lse_log2, lse_low, do, dlse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, *,
-    scale, softcap, window_left, window_right,
+    scale, softcap, window_left, window_right, decide=None,
 ):  # fmt: skip
     """Launch the backward kernels; they write dq, dk and dv. Arguments as for ``attn_forward``; dlse may be None."""
     tensors = dict(
@@ -255,10 +255,10 @@ def attn_backward(
         delta=lse_log2.new_empty(lse_log2.shape), dlse=dlse, dq=dq, dk=dk, dv=dv,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
     )  # fmt: skip
-    launch(_decide_backward, tensors, scale, softcap, window_left, window_right)
+    launch(decide or decide_backward, tensors, scale, softcap, window_left, window_right)
 
 
-def _decide_backward(tensors, scale, softcap, window_left, window_right):
+def decide_backward(tensors, scale, softcap, window_left, window_right):
     """Return the launches of a backward pass: dQ and delta, then dK and dV. One with nothing to write is left out."""
     q, k, v, do, bias, out, *_, dq, dk, dv, cu_seqlens_q, _ = tensors.values()
     batch, n_heads, seqlen_q, head_dim = q.shape

@@ -189,8 +189,29 @@ def hopper_config(head_dim, head_dim_v, seqlen_q, *, masked):
     if narrow and not masked and seqlen_q > 1024:
         return HopperConfig(128, 64, 64, 3, 3, 160, q_in_registers=False, persistent=True, chunk=32)
     # Under a mask tiles differ: where many wait, the GPU hands them out more evenly than a fixed order would.
-    persistent, chunk = (False, 16) if masked and seqlen_q > 1024 else (True, 4)
+    persistent = not masked or seqlen_q <= 1024
+    chunk = 4 if persistent or narrow else 16
     return HopperConfig(128, block_d, block_dv, 2, 3 if narrow else 2, 240, True, persistent, chunk)
+
+
+class HopperBackwardConfig(NamedTuple):
+    """A launch of the backward kernel in Gluon: block_m queries a step, so many buffers of Q and of dO."""
+
+    block_m: int
+    block_d: int
+    q_stages: int
+    do_stages: int
+    registers: int
+
+    def launch(self):
+        """Return the keyword arguments of a launch."""
+        blocks = dict(BLOCK_M=self.block_m, BLOCK_D=self.block_d, Q_STAGES=self.q_stages, DO_STAGES=self.do_stages)
+        return blocks | dict(REGISTERS=self.registers, num_warps=4, enable_fp_fusion=False)
+
+
+def hopper_backward_config(head_dim):
+    """Choose the launch of the backward kernel in Gluon; head dimensions up to 128, the same of q and v when padded."""
+    return HopperBackwardConfig(128, 64, 3, 2, 240) if head_dim <= 64 else HopperBackwardConfig(64, 128, 3, 2, 240)
 
 
 @functools.lru_cache

@@ -58,6 +58,7 @@ def check_goals(gpu):
             goals.append(_goal(rule, limit, speeds("core", direction, peer), at_least=True))
         rule = f"core, {direction}: at least 0.90 times as fast as sdpa_cudnn, geometric mean"
         goals.append(_goal(rule, 0.9, speeds("core", direction, "sdpa_cudnn"), at_least=True, mean=True))
+    goals += _hopper_goals(speeds)
     for direction in ("forward", "backward"):
         rule = f"wide, {direction}: no cell slower than sdpa_flash"
         goals.append(_goal(rule, 1.0, speeds("wide", direction, "sdpa_flash"), at_least=True))
@@ -100,6 +101,27 @@ def check_goals(gpu):
     for suite, n_gpus in (("core", 1), ("wide", 1), ("short", 1), ("ring", 2), ("sparse", 1)):
         errors |= values(suite, "forward_backward", "rel_err", n_gpus=n_gpus)
     return [*goals, _goal("error within the budget in every timed cell", 1.0, errors, at_least=False)]
+
+
+def _hopper_goals(speeds):
+    """Return the goals of the kernels for Hopper, which by default run there."""
+    goals = []
+    for direction in ("forward", "backward"):
+        found = speeds("core", direction, "sdpa_cudnn")
+        rule = f"core, {direction}, on Hopper: at least 1.00 times as fast as sdpa_cudnn in every cell"
+        goals.append(_goal(rule, 1.0, found, at_least=True))
+    rule = "core, forward, on Hopper: at least 1.05 times as fast as sdpa_cudnn, geometric mean"
+    goals.append(_goal(rule, 1.05, speeds("core", "forward", "sdpa_cudnn"), at_least=True, mean=True))
+    found = {
+        shape: speed
+        for shape, speed in speeds("core", "forward", "fa3").items()
+        if shape.head_dim == 128 and shape.seqlen >= 4096
+    }
+    rule = "core, forward, on Hopper: at least 0.95 times as fast as fa3 at D = 128, N >= 4k"
+    goals.append(_goal(rule, 0.95, found, at_least=True))
+    rule = "core, backward, on Hopper, added in order: at least 0.90 times as fast as sdpa_cudnn in every cell"
+    found = speeds("core", "backward", "sdpa_cudnn", ours="flashattn_in_order")
+    return [*goals, _goal(rule, 0.9, found, at_least=True)]
 
 
 DECODE_PEERS = ("flex", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")
@@ -165,8 +187,8 @@ def _values(rows, suite, direction, metric, impl="flashattn", graph=None, n_gpus
     return {shape_of(row): row["p50"] for row in found if row["params"].get("graph") == graph}
 
 
-def _speeds(rows, suite, direction, peer, graph=None):
-    ours = _values(rows, suite, direction, "time", graph=graph)
+def _speeds(rows, suite, direction, peer, graph=None, ours="flashattn"):
+    ours = _values(rows, suite, direction, "time", ours, graph)
     theirs = _values(rows, suite, direction, "time", peer, graph)
     return {shape: theirs[shape] / ours.get(shape, math.inf) for shape in theirs} if ours else {}
 

@@ -362,7 +362,14 @@ def _hopper_fwd_kernel(
 
 
 def _layout(dtype, *box):
-    return gl.NVMMASharedLayout.get_default_for([1, 1, *box], dtype)
+    """Return how a box lies in shared memory: swizzled, so that its rows can be read without bank conflicts."""
+    return gl.NVMMASharedLayout.get_default_for(list(box), dtype)
+
+
+def boxes_of(cfg):
+    """Return {name: shape of a box} of what the kernel loads."""
+    tiles = dict(q=(ROWS.value, cfg.block_d), k=(cfg.block_n, cfg.block_d), v=(cfg.block_n, cfg.block_dv))
+    return {name: (1, 1, *tile) for name, tile in tiles.items()}
 
 
 def decide_forward(tensors, scale, window_left, window_right):
@@ -376,7 +383,7 @@ def decide_forward(tensors, scale, window_left, window_right):
     n_tiles = batch * n_heads * n_blocks
     group = n_heads // n_heads_kv
     dtype = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
-    tiles = dict(q=(ROWS.value, cfg.block_d), k=(cfg.block_n, cfg.block_d), v=(cfg.block_n, cfg.block_dv))
+    boxes = boxes_of(cfg)
     factor = scale * LOG2E.value
     numbers = (
         *out.stride()[:3], n_heads, group, n_blocks, n_tiles, cfg.chunk * group, seqlen_q, seqlen_k,
@@ -386,9 +393,9 @@ def decide_forward(tensors, scale, window_left, window_right):
         Launch(
             _hopper_fwd_kernel,
             grid=min(n_tiles, multiprocessors(q.device.index)) if cfg.persistent else n_tiles,
-            boxes={name: (1, 1, *tile) for name, tile in tiles.items()},
+            boxes=boxes,
             numbers=numbers,
             constants=dict(HEAD_DIM_V=head_dim_v, DTYPE=dtype) | cfg.launch(),
-            layouts={name: _layout(dtype, *tile) for name, tile in tiles.items()},
+            layouts={name: _layout(dtype, *box) for name, box in boxes.items()},
         )
     ]

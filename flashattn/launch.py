@@ -4,6 +4,9 @@ What a call decides, its blocks, grids, boxes and compiled kernels, depends on i
 dtypes and alignment of its tensors. All of that is the key under which the first call leaves its decisions.
 """
 
+from typing import NamedTuple
+
+import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 LAUNCHES = {}
@@ -33,7 +36,7 @@ class Launch:
         self.templates, self.compiled = {}, None
 
     def __call__(self, tensors):
-        arguments = [tensors[name] for name in self.pointers]
+        arguments = [tensors.get(name) for name in self.pointers]
         arguments += [self._describe(name, tensors[name]) if name in self.boxes else None for name in self.described]
         arguments += self.numbers
         if self.compiled is None:
@@ -59,8 +62,23 @@ class Launch:
         return descriptor
 
 
+class Scratch(NamedTuple):
+    """Memory that the launches after it use: a tensor of this name, allocated anew at each call."""
+
+    name: str
+    shape: tuple
+    dtype: torch.dtype
+    zero: bool = False
+
+    def __call__(self, tensors):
+        new = tensors["q"].new_zeros if self.zero else tensors["q"].new_empty
+        tensors[self.name] = new(self.shape, dtype=self.dtype)
+
+
 def launch(decide, tensors, *options):
-    """Launch what decide(tensors, *options) returns, a list of :class:`Launch`, or returned for such a call before.
+    """Launch what decide(tensors, *options) returns, or returned for such a call before.
+
+    That is a list of :class:`Launch`, and of :class:`Scratch`, whose tensors are added to ``tensors``.
 
     Args:
         decide: a function of the module, whose answer depends on nothing but its arguments' layouts and values.

@@ -112,12 +112,12 @@ def _or_none(lse_low):
 
 def _forward(q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right):
     check_can_launch(q)
-    from .backends import FORWARD, chosen  # here, so that `import flashattn` needs no Triton
+    from .backends import forward_choice  # here, so that `import flashattn` needs no Triton
     from .forward import attn_forward
 
     outputs = _new_outputs(q, v, exact=bias is not None)
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
-    options |= dict(decide=chosen(FORWARD))
+    options |= dict(decide=forward_choice())
     with torch.cuda.device_of(q):
         attn_forward(q, k, v, _bytes(bias), *outputs[:3], _or_none(outputs[3]), cu_seqlens_q, cu_seqlens_k, **options)
         if q.shape[2] % 4:  # what no row fills is the same in every call all the same
@@ -130,12 +130,14 @@ def _backward(
     do, dlse, out, lse_log2, lse_low,
     q, k, v, bias, cu_seqlens_q, cu_seqlens_k, scale, softcap, window_left, window_right,
 ):  # fmt: skip
+    from .backends import backward_choice
     from .backward import attn_backward
 
     gradients = _new_gradients(q, k, v)
     do = out.new_zeros(()).expand_as(out) if do is None else do.resolve_neg()
     dlse = _padded(dlse, lse_log2)
     options = dict(scale=scale, softcap=softcap, window_left=window_left, window_right=window_right)
+    options |= dict(decide=backward_choice())
     with torch.cuda.device_of(q):
         attn_backward(
             q, k, v, _bytes(bias), out, lse_log2, _or_none(lse_low), do, dlse, *gradients, cu_seqlens_q, cu_seqlens_k,

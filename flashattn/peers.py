@@ -9,6 +9,8 @@ import contextlib
 import functools
 import importlib
 import math
+import os
+import unittest.mock
 from typing import NamedTuple
 
 import torch
@@ -263,6 +265,8 @@ def _fa3_fp8(shape):
 # Those in EIGHT_BIT are functions of one argument, a dict of what ``flash_attention_fp8`` takes.
 IMPLEMENTATIONS = {
     "flashattn": _flashattn,
+    "flashattn_portable": _flashattn,
+    "flashattn_in_order": _flashattn,
     "flashattn_atomic": _flashattn_atomic,
     "sdpa_flash": _sdpa,
     "sdpa_cudnn": _sdpa,
@@ -274,7 +278,7 @@ IMPLEMENTATIONS = {
     "flashattn_fp8": _flashattn_fp8,
     "fa3_fp8": _fa3_fp8,
 }
-PEERS = ("flashattn", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa3")
+PEERS = ("flashattn", "flashattn_portable", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "flex", "fa3")
 FORWARD_ONLY = {"fa3"}
 EIGHT_BIT = {"flashattn_fp8", "fa3_fp8"}
 BACKENDS = {
@@ -284,8 +288,23 @@ BACKENDS = {
 }
 
 
+@contextlib.contextmanager
 def backend(impl):
-    """Return a context in which PyTorch's attention is this one; entered once, so that no timed call pays for it."""
+    """Within this context attention, PyTorch's or ours, is this one; entered once, so that no timed call pays for it.
+
+    flashattn is what runs by default, flashattn_portable the portable kernels, and flashattn_in_order what runs where
+    PyTorch is told to be deterministic (without its filling of new memory, which others would have to pay for too).
+    """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(getattr(SDPBackend, BACKENDS[impl])) if impl in BACKENDS else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        if impl in BACKENDS:
+            stack.enter_context(sdpa_kernel(getattr(SDPBackend, BACKENDS[impl])))
+        if impl == "flashattn_portable":
+            stack.enter_context(unittest.mock.patch.dict(os.environ, FLASHATTN_BACKEND="portable"))
+        if impl == "flashattn_in_order":
+            was, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+            stack.callback(torch.use_deterministic_algorithms, was)
+            stack.enter_context(unittest.mock.patch.object(filled, "fill_uninitialized_memory", False))
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        yield

@@ -9,6 +9,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
+if os.environ.get("TEST_SHORT_CALLS") == "hopper":  # where they can run them, calls too short for them to be faster too
+    import flashattn.backends
+
+    flashattn.backends.SCORES_WORTH_IT = 0
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """Fill what torch.empty and its kin return with NaN, so that an element nobody wrote shows."""

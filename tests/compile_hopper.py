@@ -1,0 +1,64 @@
+"""Compile the kernels for Hopper without a GPU, and read what the compiler allocated: see compile_kernels.py.
+
+    python tests/compile_hopper.py '[["forward", 128, "bfloat16", true, []], ...]'
+
+An entry: direction, head dimension, dtype, causal, extras: "window" for a left side, "short" for the forward kernel of
+short sequences, "in_order" for the backward kernel that adds in one order.
+"""
+
+import json
+import sys
+
+import triton
+from compile_kernels import TRITON_TYPES, ptxas_report
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flashattn import hopper, hopper_backward
+from flashattn.configs import hopper_backward_config, hopper_config
+
+
+def compile_hopper(direction, head_dim, dtype, causal, extras=()):
+    """Compile one kernel as a launch would, with even sizes and contiguous tensors; return a dict of what it uses."""
+    kernel = hopper._hopper_fwd_kernel if direction == "forward" else hopper_backward._hopper_bwd_kernel
+    half, absent = {"float16": gl.float16, "bfloat16": gl.bfloat16}[dtype], set()
+    if direction == "forward":
+        cfg = hopper_config(head_dim, head_dim, 512 if "short" in extras else 4096, masked=causal or "window" in extras)
+        boxes = hopper.boxes_of(cfg)
+    else:
+        cfg = hopper_backward_config(head_dim)
+        boxes = hopper_backward.boxes_of(cfg)
+    absent |= set() if causal else {"window_right"}
+    absent |= set() if "window" in extras else {"window_left"}
+    absent |= set() if "in_order" in extras else {"turn_ptr"}
+    constants = dict(HEAD_DIM_V=head_dim, DTYPE=half, IN_ORDER="in_order" in extras) | cfg.launch()
+    constants |= dict.fromkeys(absent)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    types, hints = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name] = "constexpr"
+        elif name.endswith("_desc"):
+            box = boxes[name.removesuffix("_desc")]
+            single = name.startswith(("lse", "delta", "dq_sum"))
+            layout = hopper._layout(gl.float32 if single else half, *box)
+            types[name] = f"tensordesc<{'fp32' if single else TRITON_TYPES[dtype]}{list(box)},{layout!r}>"
+        elif name.endswith("_ptr"):
+            types[name] = {"out_ptr": "*" + TRITON_TYPES[dtype], "turn_ptr": "*i32"}.get(name, "*fp32")
+            hints[(i,)] = [["tt.divisibility", 16]]
+        elif name in ("factor", "power", "scale"):
+            types[name] = "fp32"
+        else:
+            types[name] = "i32"
+            if name.startswith("stride"):
+                hints[(i,)] = [["tt.divisibility", 16]]
+    source = GluonASTSource(kernel, types, {(kernel.arg_names.index(n),): v for n, v in constants.items()}, hints)
+    options = {name: x for name, x in cfg.launch().items() if not name.isupper()}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return dict(shared_bytes=compiled.metadata.shared, config=cfg._asdict()) | ptxas_report(compiled.asm["ptx"])
+
+
+if __name__ == "__main__":
+    for entry in json.loads(sys.argv[1]):
+        print(json.dumps(compile_hopper(*entry)), flush=True)
