@@ -57,8 +57,8 @@ def flash_attention(q, k, v, *, causal=False, scale=None, window=None, softcap=N
         CPU: Triton's interpreter, slow, where ``TRITON_INTERPRET=1`` was set before Triton came in; else it raises.
         macOS, Windows: Triton does not exist there, so the call raises; ``attention_tiled`` works.
         NVIDIA, compute capability 9.0 (H100, H200): kernels of their own where they can run, see :func:`backend`.
-        Results are the same to the bit on every call, but for dq of those kernels, whose parts are added in any order:
-        ``torch.use_deterministic_algorithms(True)`` has them added in one order, which takes longer.
+        Results are the same to the bit on every call, but for dq of those kernels, whose parts are added in any order.
+        Under ``torch.use_deterministic_algorithms(True)`` gradients come from the portable kernels: always the same.
         NaN or infinity in a visible input shows in the output.
         Under ``torch.autocast`` the inputs are cast to the autocast dtype. ``torch.compile``, ``torch.export``,
         activation checkpointing, CUDA graphs and ``torch.func`` (``vmap``, ``grad``) work; forward-mode and second

@@ -87,15 +87,21 @@ def _hopper_forward(*arguments):
     return decide_forward(*arguments)
 
 
-def _hopper_backward(*arguments, in_order=False):
+def _hopper_backward(*arguments):
     from .hopper_backward import decide_backward
 
-    return decide_backward(*arguments, in_order)
+    return decide_backward(*arguments)
+
+
+def _refuse(*arguments):
+    raise RuntimeError(
+        f"{VARIABLE}=hopper, but {THEY} do not repeat dq to the bit, and PyTorch is told to be deterministic"
+    )
 
 
 _FORWARD = _choices(decide_forward, _hopper_forward)
 _BACKWARD = _choices(decide_backward, _hopper_backward)
-_BACKWARD_IN_ORDER = _choices(decide_backward, functools.partial(_hopper_backward, in_order=True))
+_REPEATABLE_BACKWARD = {"": decide_backward, "portable": decide_backward, "hopper": _refuse}
 
 
 def _chosen(choices):
@@ -114,9 +120,9 @@ def forward_choice():
 def backward_choice():
     """Return the function that decides how to launch a backward pass, as ``attn_backward`` takes it.
 
-    The portable kernels give the same bits every time, those for Hopper where PyTorch is told to be deterministic.
+    Where PyTorch is told to be deterministic, the portable kernels run: they give the same bits every time.
     """
-    return _chosen(_BACKWARD_IN_ORDER if torch.are_deterministic_algorithms_enabled() else _BACKWARD)
+    return _chosen(_REPEATABLE_BACKWARD if torch.are_deterministic_algorithms_enabled() else _BACKWARD)
 
 
 def explain(q, k, v, softcap, window_left, window_right):

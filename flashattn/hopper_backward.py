@@ -2,7 +2,8 @@
 
 One pass over blocks of keys computes dK, dV and dQ: five matrix products where the portable kernels need seven. dQ of a
 query is a sum over all blocks of keys, which different programs compute; they add it up in memory, in fp32. In which
-order is left to chance, and the last bits with it, unless the call wants them repeatable.
+order is left to chance, and dQ's last bits with it. (To have them wait for their turn took longer than the portable
+kernels take, in every cell of suite core.)
 """
 
 import torch
@@ -58,12 +59,11 @@ class _Call:
     BLOCK_D: gl.constexpr
     Q_STAGES: gl.constexpr
     DO_STAGES: gl.constexpr
-    IN_ORDER: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, n_blocks, n_heads, group, seqlen_q, seqlen_k, window_left, window_right,
-        BLOCK_M, BLOCK_D, Q_STAGES, DO_STAGES, IN_ORDER,
+        BLOCK_M, BLOCK_D, Q_STAGES, DO_STAGES,
     ):  # fmt: skip
         self.n_blocks, self.n_heads, self.group = n_blocks, n_heads, group
         self.seqlen_q, self.seqlen_k = seqlen_q, seqlen_k
@@ -71,20 +71,14 @@ class _Call:
         self.window_right = gl.constexpr(None) if window_right is None else window_right
         self.BLOCK_M, self.BLOCK_D = gl.constexpr(BLOCK_M), gl.constexpr(BLOCK_D)
         self.Q_STAGES, self.DO_STAGES = gl.constexpr(Q_STAGES), gl.constexpr(DO_STAGES)
-        self.IN_ORDER = gl.constexpr(IN_ORDER)
 
     @gluon.jit
     def locate(self):
-        """Return (batch, key head, block of keys) of this program.
-
-        Where dQ is added in order, the last block comes first: programs start in their order, and wait for none later.
-        """
+        """Return (batch, key head, block of keys) of this program."""
         program = gl.program_id(0)
-        block = program % self.n_blocks
-        if self.IN_ORDER:
-            block = self.n_blocks - 1 - block
         n_heads_kv = self.n_heads // self.group
-        return program // self.n_blocks // n_heads_kv, program // self.n_blocks % n_heads_kv, block
+        head = program // self.n_blocks
+        return head // n_heads_kv, head % n_heads_kv, program % self.n_blocks
 
     @gluon.jit
     def query_blocks(self, start_n):
@@ -205,35 +199,10 @@ def _stage_dq(g: gl.constexpr, dq, shared):
 
 
 @gluon.jit
-def _add_dq(g: gl.constexpr, dq_sum_desc, turn_ptr, batch, head, start_m, block, shared, call):
-    """Have the memory system add what is staged, in order if that is wanted: the last block of keys first."""
+def _add_dq(g: gl.constexpr, dq_sum_desc, batch, head, start_m, shared, call):
+    """Have the memory system add what is staged to dQ of the queries from start_m on."""
     piece = ((batch * call.n_heads + head) * gl.cdiv(call.seqlen_q, call.BLOCK_M) + start_m // call.BLOCK_M) * 2 + g
-    if call.IN_ORDER:
-        if start_m < call.seqlen_q:
-            first = call.n_blocks - 1
-            if call.window_right is not None:
-                last_key = start_m + call.BLOCK_M - 1 + (call.seqlen_k - call.seqlen_q) + call.window_right
-                first = gl.minimum(first, last_key // BLOCK_N)
-            while gl.load(turn_ptr + piece, volatile=True) < first - block:
-                pass
-        group_barrier()
     _add_box(dq_sum_desc, [gl.where(start_m < call.seqlen_q, piece * (PIECE // 32), NOWHERE), 0], shared.dq.index(g))
-
-
-@gluon.jit
-def _end_turn(g: gl.constexpr, turn_ptr, batch, head, start_m, call):
-    """Let the next block of keys add, once what this one added has arrived."""
-    if call.IN_ORDER:
-        threads: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [gl.arange(0, 128, layout=threads)],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        group_barrier()
-        if start_m < call.seqlen_q:
-            n_pieces = gl.cdiv(call.seqlen_q, call.BLOCK_M)
-            piece = ((batch * call.n_heads + head) * n_pieces + start_m // call.BLOCK_M) * 2 + g
-            gl.atomic_add(turn_ptr + piece, 1, sem="release", scope="gpu")
 
 
 @gluon.jit
@@ -253,8 +222,8 @@ def _probabilities(s, q_stage, start_m, masked, first_m, end_m, factor, shared, 
 
 @gluon.jit
 def _step(
-    g: gl.constexpr, j, dk, dv, batch, block, start_m, dq_head, dq_m, masked, first_m, end_m, factor,
-    dq_sum_desc, turn_ptr, shared, call,
+    g: gl.constexpr, j, dk, dv, batch, start_m, dq_head, dq_m, masked, first_m, end_m, factor,
+    dq_sum_desc, shared, call,
 ):  # fmt: skip
     """Do step j: P^T, dS^T and dV of a block of queries, dK of the block before it and dQ of the one before that.
 
@@ -300,7 +269,7 @@ def _step(
     dv = warpgroup_mma(gl.convert_layout(p.to(DTYPE), p_layout), do, dv, is_async=True)
     group_barrier()
     if j > 1:
-        _add_dq(g, dq_sum_desc, turn_ptr, batch, dq_head, dq_m, block, shared, call)
+        _add_dq(g, dq_sum_desc, batch, dq_head, dq_m, shared, call)
     mbarrier.arrive(shared.ds_free.index(mine))
     mbarrier.arrive(shared.q_free.index(last_stage), pred=j > 0)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -317,13 +286,11 @@ def _step(
     mbarrier.arrive(shared.ds_full.index(mine))
     dv = warpgroup_mma_wait(0, deps=[dv])
     mbarrier.arrive(shared.do_free.index(do_stage))
-    if j > 1:
-        _end_turn(g, turn_ptr, batch, dq_head, dq_m, call)
     return dk_done, dv
 
 
 @gluon.jit
-def _compute(g: gl.constexpr, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, call, factor, scale):
+def _compute(g: gl.constexpr, dq_sum_desc, dk_desc, dv_desc, shared, call, factor, scale):
     """What group g of four warps does: dK and dV of its 64 keys, and half of each dQ that the program adds."""
     DTYPE: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], instr_shape=[16, call.BLOCK_M, 16])
@@ -350,8 +317,8 @@ def _compute(g: gl.constexpr, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, c
     for j in range(n_steps):
         masked = (start_m < full_begin) | (start_m >= full_end)
         dk, dv = _step(
-            g, j, dk, dv, batch, block, start_m, dq_head, dq_m, masked, first_m, end_m, factor,
-            dq_sum_desc, turn_ptr, shared, call,
+            g, j, dk, dv, batch, start_m, dq_head, dq_m, masked, first_m, end_m, factor,
+            dq_sum_desc, shared, call,
         )  # fmt: skip
         dq_head = last_head
         dq_m = last_m
@@ -371,7 +338,7 @@ def _compute(g: gl.constexpr, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, c
     mbarrier.wait(shared.ds_full.index(2 * (1 - g) + ((n_steps + 1) & 1)), ((n_steps + 1) // 2 + 1) & 1)
     dq = _issue_dq(g, n_steps + 1, shared, call)
     group_barrier()
-    _add_dq(g, dq_sum_desc, turn_ptr, batch, dq_head, dq_m, block, shared, call)
+    _add_dq(g, dq_sum_desc, batch, dq_head, dq_m, shared, call)
     # No one needs this group's V any more: dV and dK leave through its place. Boxes end with the last key.
     v = shared.v.index(g).reshape([HALF, call.BLOCK_D])
     v.store(dv.to(DTYPE))
@@ -379,13 +346,11 @@ def _compute(g: gl.constexpr, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, c
     tma.store_wait(0)
     group_barrier()
     tma.async_copy_shared_to_global(dv_desc, [batch, head_kv, start_n, 0], shared.v.index(g))
-    _end_turn(g, turn_ptr, batch, dq_head, dq_m, call)
     dq = warpgroup_mma_wait(0, deps=[dq])
     _stage_dq(g, dq, shared)
     tma.store_wait(0)
     group_barrier()
-    _add_dq(g, dq_sum_desc, turn_ptr, batch, last_head, last_m, block, shared, call)
-    _end_turn(g, turn_ptr, batch, last_head, last_m, call)
+    _add_dq(g, dq_sum_desc, batch, last_head, last_m, shared, call)
     v.store((gl.where(n_steps > 0, dk, 0.0) * scale).to(DTYPE))
     fence_async_shared()
     group_barrier()
@@ -395,20 +360,20 @@ def _compute(g: gl.constexpr, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, c
 
 @gluon.jit(do_not_specialize=[*SIZES, "n_blocks"])
 def _hopper_bwd_kernel(
-    turn_ptr, q_desc, k_desc, v_desc, do_desc, lse_log2_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
+    q_desc, k_desc, v_desc, do_desc, lse_log2_desc, delta_desc, dq_sum_desc, dk_desc, dv_desc,
     n_blocks, n_heads, group, seqlen_q, seqlen_k, window_left, window_right, factor, scale,
     BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr, Q_STAGES: gl.constexpr, DO_STAGES: gl.constexpr,
-    DTYPE: gl.constexpr, REGISTERS: gl.constexpr, IN_ORDER: gl.constexpr,
+    DTYPE: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute BLOCK_N rows of dK and dV of one key head, and add what these keys contribute to dQ.
 
     Grid: (batch * n_heads_kv * n_blocks,). dq_sum must be 0 before: pieces of 64 x 64 as ``_stage_dq`` orders them, two
-    for each block of queries. turn, only IN_ORDER, must be 0 too: for each piece, how many blocks of keys have added.
+    for each block of queries.
     Sources: Dao 2023 (FlashAttention-2), algorithm 2; Shah et al. 2024 (FlashAttention-3), section 3.
     """
     call = _Call(
         n_blocks, n_heads, group, seqlen_q, seqlen_k, window_left, window_right,
-        BLOCK_M, BLOCK_D, Q_STAGES, DO_STAGES, IN_ORDER,
+        BLOCK_M, BLOCK_D, Q_STAGES, DO_STAGES,
     )  # fmt: skip
     ds_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     numbers = gl.arange(0, BLOCK_M, layout=gl.BlockedLayout([1], [32], [4], [0]))
@@ -430,8 +395,8 @@ def _hopper_bwd_kernel(
     fence_async_shared()
     gl.warp_specialize(
         [
-            (_compute, (0, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, call, factor, scale)),
-            (_compute, (1, dq_sum_desc, dk_desc, dv_desc, turn_ptr, shared, call, factor, scale)),
+            (_compute, (0, dq_sum_desc, dk_desc, dv_desc, shared, call, factor, scale)),
+            (_compute, (1, dq_sum_desc, dk_desc, dv_desc, shared, call, factor, scale)),
             (_load, (q_desc, k_desc, v_desc, do_desc, lse_log2_desc, delta_desc, shared, call)),
         ],
         [4, 1],
@@ -496,11 +461,8 @@ def boxes_of(cfg):
     return boxes | dict.fromkeys(("lse_log2", "delta"), (1, 1, cfg.block_m)) | dict(dq_sum=(PIECE.value // 32, 32))
 
 
-def decide_backward(tensors, scale, window_left, window_right, in_order):
-    """Return the launches of a backward pass, of a call that ``backends.why_not_hopper`` lets pass.
-
-    in_order: whether dQ is added in a fixed order, so that the result is the same to the bit every time.
-    """
+def decide_backward(tensors, scale, window_left, window_right):
+    """Return the launches of a backward pass, of a call that ``backends.why_not_hopper`` lets pass."""
     q, k, do, out, dlse, dq = (tensors[name] for name in ("q", "k", "do", "out", "dlse", "dq"))
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k = k.shape[1:3]
@@ -514,8 +476,6 @@ def decide_backward(tensors, scale, window_left, window_right, in_order):
     single = ("lse_log2", "delta", "dq_sum")
     layouts = {name: _layout(gl.float32 if name in single else dtype, *box) for name, box in boxes.items()}
     launches = [Scratch("dq_sum", (heads * n_pieces * PIECE.value // 32, 32), torch.float32)]
-    if in_order:
-        launches.append(Scratch("turn", (heads * n_pieces,), torch.int32, zero=True))
     launches += [
         Launch(
             _hopper_delta_kernel,
@@ -529,7 +489,7 @@ def decide_backward(tensors, scale, window_left, window_right, in_order):
             grid=batch * n_heads_kv * n_blocks,
             boxes=boxes,
             numbers=(n_blocks, n_heads, n_heads // n_heads_kv, seqlen_q, seqlen_k, *window, scale * LOG2E.value, scale),
-            constants=dict(DTYPE=dtype, IN_ORDER=in_order) | cfg.launch(),
+            constants=dict(DTYPE=dtype) | cfg.launch(),
             layouts=layouts,
         ),
         Launch(

@@ -36,7 +36,7 @@ class Launch:
         self.templates, self.compiled = {}, None
 
     def __call__(self, tensors):
-        arguments = [tensors.get(name) for name in self.pointers]
+        arguments = [tensors[name] for name in self.pointers]
         arguments += [self._describe(name, tensors[name]) if name in self.boxes else None for name in self.described]
         arguments += self.numbers
         if self.compiled is None:
@@ -68,11 +68,9 @@ class Scratch(NamedTuple):
     name: str
     shape: tuple
     dtype: torch.dtype
-    zero: bool = False
 
     def __call__(self, tensors):
-        new = tensors["q"].new_zeros if self.zero else tensors["q"].new_empty
-        tensors[self.name] = new(self.shape, dtype=self.dtype)
+        tensors[self.name] = tensors["q"].new_empty(self.shape, dtype=self.dtype)
 
 
 def launch(decide, tensors, *options):

@@ -266,7 +266,6 @@ def _fa3_fp8(shape):
 IMPLEMENTATIONS = {
     "flashattn": _flashattn,
     "flashattn_portable": _flashattn,
-    "flashattn_in_order": _flashattn,
     "flashattn_atomic": _flashattn_atomic,
     "sdpa_flash": _sdpa,
     "sdpa_cudnn": _sdpa,
@@ -292,8 +291,7 @@ BACKENDS = {
 def backend(impl):
     """Within this context attention, PyTorch's or ours, is this one; entered once, so that no timed call pays for it.
 
-    flashattn is what runs by default, flashattn_portable the portable kernels, and flashattn_in_order what runs where
-    PyTorch is told to be deterministic (without its filling of new memory, which others would have to pay for too).
+    flashattn is what runs by default, flashattn_portable the portable kernels.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -302,9 +300,4 @@ def backend(impl):
             stack.enter_context(sdpa_kernel(getattr(SDPBackend, BACKENDS[impl])))
         if impl == "flashattn_portable":
             stack.enter_context(unittest.mock.patch.dict(os.environ, FLASHATTN_BACKEND="portable"))
-        if impl == "flashattn_in_order":
-            was, filled = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
-            stack.callback(torch.use_deterministic_algorithms, was)
-            stack.enter_context(unittest.mock.patch.object(filled, "fill_uninitialized_memory", False))
-            torch.use_deterministic_algorithms(True, warn_only=True)
         yield

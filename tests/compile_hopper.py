@@ -3,7 +3,7 @@
     python tests/compile_hopper.py '[["forward", 128, "bfloat16", true, []], ...]'
 
 An entry: direction, head dimension, dtype, causal, extras: "window" for a left side, "short" for the forward kernel of
-short sequences, "in_order" for the backward kernel that adds in one order.
+short sequences.
 """
 
 import json
@@ -31,8 +31,7 @@ def compile_hopper(direction, head_dim, dtype, causal, extras=()):
         boxes = hopper_backward.boxes_of(cfg)
     absent |= set() if causal else {"window_right"}
     absent |= set() if "window" in extras else {"window_left"}
-    absent |= set() if "in_order" in extras else {"turn_ptr"}
-    constants = dict(HEAD_DIM_V=head_dim, DTYPE=half, IN_ORDER="in_order" in extras) | cfg.launch()
+    constants = dict(HEAD_DIM_V=head_dim, DTYPE=half) | cfg.launch()
     constants |= dict.fromkeys(absent)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types, hints = {}, {}
@@ -45,7 +44,7 @@ def compile_hopper(direction, head_dim, dtype, causal, extras=()):
             layout = hopper._layout(gl.float32 if single else half, *box)
             types[name] = f"tensordesc<{'fp32' if single else TRITON_TYPES[dtype]}{list(box)},{layout!r}>"
         elif name.endswith("_ptr"):
-            types[name] = {"out_ptr": "*" + TRITON_TYPES[dtype], "turn_ptr": "*i32"}.get(name, "*fp32")
+            types[name] = "*" + TRITON_TYPES[dtype] if name == "out_ptr" else "*fp32"
             hints[(i,)] = [["tt.divisibility", 16]]
         elif name in ("factor", "power", "scale"):
             types[name] = "fp32"

@@ -72,13 +72,13 @@ def test_suites_have_the_shapes_of_the_targets():
 
 def test_all_implementations_of_a_shape_follow_one_another():
     cells = bench.suite_cells("core")
-    assert len(cells) == 12 * (len(PEERS) + 1)
+    assert len(cells) == 12 * len(PEERS)
     groups = [[cell.impl for cell in group] for _, group in itertools.groupby(cells, key=lambda cell: cell.shape)]
-    assert groups == [[*PEERS, "flashattn_in_order"]] * 12
+    assert groups == [list(PEERS)] * 12
 
 
 def test_implementations_can_be_picked_and_eager_only_by_name():
-    assert {cell.impl for cell in bench.suite_cells("core")} == {*PEERS, "flashattn_in_order"}
+    assert {cell.impl for cell in bench.suite_cells("core")} == set(PEERS)
     assert {cell.impl for cell in bench.suite_cells("core", ["flex", "eager"])} == {"flex", "eager"}
     assert {cell.impl for cell in bench.suite_cells("memory")} == {"eager", "sdpa_flash", "flashattn"}
 

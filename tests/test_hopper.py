@@ -22,8 +22,8 @@ ENTRIES = [
     ["forward", 64, "bfloat16", False, []],
     ["forward", 64, "float16", True, ["short"]],
     ["backward", 128, "bfloat16", True, []],
-    ["backward", 128, "float16", False, ["in_order"]],
-    ["backward", 64, "bfloat16", True, ["window", "in_order"]],
+    ["backward", 128, "float16", False, []],
+    ["backward", 64, "bfloat16", True, ["window"]],
     ["backward", 64, "float16", False, []],
 ]
 
@@ -136,12 +136,11 @@ CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="not Hopper")
-@pytest.mark.parametrize("in_order", [False, True])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_budget_and_repeatability(device, case, dtype, in_order, monkeypatch, record_property):
+def test_budget_and_repeatability(device, case, dtype, monkeypatch, record_property):
     monkeypatch.setenv("FLASHATTN_BACKEND", "hopper")
-    torch.use_deterministic_algorithms(in_order)
+    torch.use_deterministic_algorithms(False)
     case = case._replace(dtype=dtype)
     inputs = make_inputs(case, device, layouts=("heads", "rows", "heads", "rows"), row_multiple=8)
     attention = functools.partial(flash_attention, return_lse=True, **case.options)
@@ -152,7 +151,7 @@ def test_budget_and_repeatability(device, case, dtype, in_order, monkeypatch, re
     for _ in range(8):
         again = run(attention, inputs)
         for name in first:
-            if in_order or name != "dq":
+            if name != "dq":
                 assert torch.equal(first[name], again[name]), f"{name} differs on another run"
     ratios = budget_ratios(again, inputs, *error_budget(inputs, **case.options))
     assert max(ratios.values()) <= 1, ratios
