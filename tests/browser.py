@@ -20,7 +20,31 @@ from playwright.sync_api import sync_playwright
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "_build" / "html"
 SCREENSHOTS = ROOT / "_build" / "screenshots"
-AXE = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
+# axe-core, with what makes it slow on a long page replaced by what does the same: it reads every colour anew, some
+# hundred thousand times the same few, and keeps the parts of each in WeakMaps, which are slow where they hold many.
+AXE = (
+    """(() => {
+    class WeakMap {
+        #name = Symbol();
+        has(key) { return Object.hasOwn(key, this.#name); }
+        get(key) { return this.has(key) ? key[this.#name] : undefined; }
+        set(key, value) { key[this.#name] = value; return this; }
+        delete(key) { return this.has(key) && delete key[this.#name]; }
+    }
+    """
+    + (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text()
+    + """
+    const color = axe.commons.color.Color.prototype, parse = color.parseString, known = new Map();
+    color.parseString = function (text) {
+        if (!known.has(text)) {
+            parse.call(this, text);
+            known.set(text, [this.r, this.g, this.b, this.alpha]);
+        }
+        [this.r, this.g, this.b, this.alpha] = known.get(text);
+        return this;
+    };
+    })()"""
+)
 CHROMIUMS = ["chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"] + [
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
     "/Applications/Chromium.app/Contents/MacOS/Chromium",
@@ -53,8 +77,10 @@ def chromium():
     path = find_chromium()
     assert path, "no Chromium: run `python tests/browser.py`"
     with sync_playwright() as playwright:
-        # The sandbox needs rights that a container lacks; what is opened here is the project's own.
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        # The sandbox needs rights that a container lacks; what is opened here is the project's own. It finds no other
+        # host: to cut it off through Playwright's routes would have every request wait for Python, and cache nothing.
+        alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", alone])
         yield browser
         browser.close()
 
@@ -73,21 +99,38 @@ def serve(folder):
     server.shutdown()
 
 
-class Visit:
-    """A page of the site in a context of its own, cut off from all but `base`; it records requests and errors."""
+def new_context(browser, mode, scripts):
+    """Return a context for ``Visit``."""
+    return browser.new_context(
+        color_scheme=mode,
+        java_script_enabled=scripts,
+        reduced_motion="reduce",
+        permissions=["clipboard-read", "clipboard-write"],
+    )
 
-    def __init__(self, browser, base, mode="light", width=1280, scripts=True):
-        self.base, self.scripts, self.errors, self.outside = base, scripts, [], []
-        self.context = browser.new_context(
-            color_scheme=mode,
-            viewport=dict(width=width, height=WIDTHS[width]),
-            java_script_enabled=scripts,
-            reduced_motion="reduce",
-            permissions=["clipboard-read", "clipboard-write"],
-        )
+
+@functools.cache
+def shared_context(browser, mode, scripts):
+    """Return the one context of this kind, with a blank page, so that its window stays open between visits."""
+    context = new_context(browser, mode, scripts)
+    context.new_page()
+    return context
+
+
+class Visit:
+    """A page of the site in a tab of its own, cut off from all other hosts; it records requests and errors.
+
+    Visits in one mode share a context, so that the browser reads once what all pages load; what a visit stores is gone
+    with it. A `fresh` one has a context of its own, with nothing in its cache.
+    """
+
+    def __init__(self, browser, base, mode="light", width=1280, scripts=True, fresh=False):
+        self.base, self.scripts, self.fresh, self.errors, self.outside = base, scripts, fresh, [], []
+        self.context = new_context(browser, mode, scripts) if fresh else shared_context(browser, mode, scripts)
         self.page = self.context.new_page()
+        self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
         self.page.set_default_timeout(20_000)
-        self.page.route("**/*", self._route)
+        self.page.on("request", self._request)
         self.page.on("pageerror", lambda error: self.errors.append(f"page error: {error}"))
         self.page.on("console", self._console)
         self.page.on("response", self._response)
@@ -96,15 +139,15 @@ class Visit:
         return self
 
     def __exit__(self, *_):
-        self.context.close()
-
-    def _route(self, route):
-        url = route.request.url
-        if url.startswith((self.base, "data:", "blob:")):
-            route.continue_()
+        if self.fresh:
+            self.context.close()
         else:
-            self.outside.append(url)
-            route.abort()
+            self.page.evaluate("localStorage.clear()")
+            self.page.close()
+
+    def _request(self, request):
+        if not request.url.startswith((self.base, "data:", "blob:")):
+            self.outside.append(request.url)
 
     def _console(self, message):
         if message.type in ("error", "warning"):
@@ -123,9 +166,8 @@ class Visit:
 
     def resize(self, width):
         self.page.set_viewport_size(dict(width=width, height=WIDTHS[width]))
-        self.page.wait_for_timeout(
-            400
-        )  # the theme waits 300 ms before it gives what scrolls now a stop for the keyboard
+        # After 300 ms the theme makes what scrolls now a stop of the keyboard.
+        self.page.wait_for_timeout(400)
 
     def violations(self, rules=None, within="html"):
         """Return what axe-core finds, with every rule that it has by default and its experimental ones, or some."""
