@@ -938,7 +938,7 @@ def schedule(traces, groups, head_dim, time):
     traces: {(groups, head_dim): [(group, unit, what, begin, end), …]}, in lengths of a product. unit is "matrix" or
     "cores".
     """
-    left, right, top, row = 58, 352, 24, 40
+    left, right, top, row = 66, 352, 24, 40
     scale = (right - left) / SCHEDULE_END
     trace = [piece for piece in traces[groups, head_dim] if piece[3] < SCHEDULE_END]
     n_groups = 1 + max(group for group, *_ in trace)
