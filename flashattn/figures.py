@@ -1566,3 +1566,54 @@ def time_by_density(panels):
         axes.minorticks_off()
     axes_list[0].legend(fontsize=8)
     return figure, "Time against the share of tiles computed. " + "; ".join(said) + "."
+
+
+# Chapter 16
+
+
+@picture
+def backward_products():
+    """Draw one step of the backward pass in one kernel: its five products, and what lies between them."""
+    figure, axes = new_figure(figsize=(4.8, 4.6))
+    looks = {
+        "product": dict(fc=COLORS["flash"], alpha=0.3),
+        "cores": dict(fc=COLORS["on_chip"], alpha=0.3, hatch="//"),
+        "memory": dict(fc=COLORS["device_memory"], alpha=0.3, hatch=".."),
+    }
+    boxes = {  # name: (x, y, text, look)
+        "s": (1, 4, "1  Sᵀ = K Qᵀ", "product"),
+        "dp": (3, 4, "2  dPᵀ = V dOᵀ", "product"),
+        "p": (1, 3, "Pᵀ = 2^(Sᵀ·factor − lse)", "cores"),
+        "ds": (3, 3, "dSᵀ = Pᵀ (dPᵀ − δ)", "cores"),
+        "dv": (1, 2, "3  dV += Pᵀ dO", "product"),
+        "dk": (3, 2, "4  dK += dSᵀ Q", "product"),
+        "dq": (3, 1, "5  dQ = dS K", "product"),
+        "sum": (1, 1, "dQ in device memory:\nadded by the copy unit", "memory"),
+    }
+    for x, y, text, look in boxes.values():
+        shape = matplotlib.patches.Rectangle((x - 0.92, y - 0.3), 1.84, 0.6, ec=INK, lw=0.8, **looks[look])
+        axes.add_patch(shape)
+        axes.text(x, y, text, ha="center", va="center", fontsize=8.5)
+    arrows = [("s", "p"), ("dp", "ds"), ("p", "dv"), ("ds", "dk"), ("p", "ds"), ("dq", "sum")]
+    for begin, end in arrows:
+        (x1, y1, *_), (x2, y2, *_) = boxes[begin], boxes[end]
+        dx, dy = (x2 > x1) - (x2 < x1), (y2 > y1) - (y2 < y1)
+        axes.annotate(
+            "",
+            (x2 - 0.92 * dx, y2 - 0.3 * dy),
+            (x1 + 0.92 * dx, y1 + 0.3 * dy),
+            arrowprops=dict(arrowstyle="->", color=INK, shrinkA=0, shrinkB=0),
+        )
+    axes.plot([3.92, 4.15, 4.15], [3, 3, 1], color=INK, lw=1)
+    axes.annotate("", (3.92, 1), (4.15, 1), arrowprops=dict(arrowstyle="->", color=INK, shrinkA=0, shrinkB=0))
+    axes.text(4.2, 2, "through shared memory, from both groups", rotation=270, va="center", fontsize=8)
+    axes.set(xlim=(0, 4.5), ylim=(0.5, 4.5))
+    axes.axis("off")
+    names = {"product": "matrix units", "cores": "ordinary cores", "memory": "device memory"}
+    handles = [matplotlib.patches.Patch(label=names[look], ec=INK, **style) for look, style in looks.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
+    return figure, (
+        "One step of the backward pass. Products 1 and 2 give S and dP, transposed; the ordinary cores make P and dS "
+        "of them. Product 3 adds P times dO to dV, product 4 adds dS times Q to dK. dS goes through shared memory, "
+        "where both groups' keys meet, to product 5, dQ, which the copy unit adds to a sum in device memory."
+    )

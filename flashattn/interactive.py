@@ -925,3 +925,49 @@ def tile_chooser(mask, block):
         "scores are visible."
     )
     return _svg(bottom + 44, parts, sentence)
+
+
+# W11, chapter 16
+
+SCHEDULE_END = 16  # of the timeline, in lengths of a product
+
+
+def schedule(traces, groups, head_dim, time):
+    """Draw what the units of a multiprocessor have done at a time, in lengths of a product (W11).
+
+    traces: {(groups, head_dim): [(group, unit, what, begin, end), …]}, in lengths of a product. unit is "matrix" or
+    "cores".
+    """
+    left, right, top, row = 66, 352, 24, 40
+    scale = (right - left) / SCHEDULE_END
+    trace = [piece for piece in traces[groups, head_dim] if piece[3] < SCHEDULE_END]
+    n_groups = 1 + max(group for group, *_ in trace)
+    lanes = ["matrix units", *(f"group {g}" for g in range(n_groups))]
+    parts, now = [], {}
+    for lane, name in enumerate(lanes):
+        y = top + lane * row
+        parts += [_text(left - 6, y + 18, name, "end", size=9), _line(left, y + 28, right, y + 28, opacity=0.3)]
+    for group, unit, what, begin, end in trace:
+        y = top + (0 if unit == "matrix" else 1 + group) * row
+        x, width = left + begin * scale, (min(end, SCHEDULE_END) - begin) * scale
+        role, here = ("flash", "on_chip")[group], begin < time <= end
+        fill = 0 if begin >= time else 0.8 if here else 0.35
+        parts.append(_box(x, y, width, 27, role, fill, dashed=begin >= time, cut=bool(group) and begin < time))
+        if width > 14:
+            parts.append(_text(x + width / 2, y + 18, what, "middle", here, size=9))
+        if here:
+            now["matrix" if unit == "matrix" else group] = what
+    bottom = top + len(lanes) * row
+    parts.append(_line(left + time * scale, top - 8, left + time * scale, bottom, width=1.6))
+    busy = sum(min(end, time) - begin for _, unit, _, begin, end in trace if unit == "matrix" and begin < time) / time
+    n_done = sum(what[0] == "O" and end <= time for _, _, what, _, end in trace)
+    parts.append(_text(left, bottom + 16, f"matrix units at work: {busy:.0%} of the time so far", bold=True))
+    parts.append(_text(left, bottom + 33, f"blocks of keys finished: {n_done}"))
+    parts.append(_text(left, bottom + 50, "S scores, P softmax, O output of a block; α: rescaling", size=9))
+    does = [f"group {g} {'computes ' + now[g] if g in now else 'waits'}" for g in range(n_groups)]
+    sentence = (
+        f"{groups}, head_dim {head_dim}, after {time} lengths of a product: the matrix units "
+        f"{'compute ' + now['matrix'] if 'matrix' in now else 'wait'}, {', '.join(does)}. So far the matrix units were "
+        f"at work {busy:.0%} of the time, and {n_done} blocks of keys are finished."
+    )
+    return _svg(bottom + 58, parts, sentence)

@@ -272,3 +272,30 @@ class TestDecodeWaves:
 
     def test_no_more_splits_than_tiles(self):
         assert "128 programs of 1 tiles" in interactive.decode_waves(1, 1024, 64)[1]
+
+
+class TestSchedule:
+    # One group: scores, softmax, output, and the scores of a second block; two that take turns.
+    TRACES = {
+        ("alone", 64): [
+            (0, "matrix", "S0", 0, 1),
+            (0, "cores", "P0", 1, 3),
+            (0, "matrix", "O0", 3, 4),
+            (0, "matrix", "S1", 4, 5),
+        ],
+        ("two", 64): [(g, "matrix", f"S{j}", 2 * j + g, 2 * j + g + 1) for j in range(9) for g in (0, 1)],
+    }
+
+    def test_says_what_runs_and_how_much_has_run(self):
+        said = {time: interactive.schedule(self.TRACES, "alone", 64, time)[1] for time in (1, 2, 4, 5, 16)}
+        assert "after 1 lengths of a product: the matrix units compute S0, group 0 waits. So far" in said[1]
+        assert "the matrix units wait, group 0 computes P0" in said[2] and "at work 50% of the time" in said[2]
+        assert "at work 50% of the time, and 1 blocks of keys are finished" in said[4]
+        assert "compute S1" in said[5] and "at work 60%" in said[5] and "at work 19%" in said[16]
+
+    def test_two_groups_stay_inside_and_can_be_told_apart(self):
+        for time in range(1, interactive.SCHEDULE_END + 1):
+            drawn = interactive.schedule(self.TRACES, "two", 64, time)
+            elements(drawn)
+            assert "at work 100% of the time" in drawn[1]
+        assert drawn[0].count("<path") == 8, "the second group's products are striped"

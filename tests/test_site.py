@@ -12,6 +12,7 @@ HTML = Path(__file__).parents[1] / "_build" / "html"
 CHAPTERS = [
     "01_memory_wall", "02_online_softmax", "03_tiling", "04_first_kernel", "05_forward_kernel", "06_backward_pass",
     "07_numerics", "08_masks", "09_fast", "10_debugging", "11_using_it", "12_ring", "13_decoding", "14_fp8", "15_sparse",
+    "16_hopper",
 ]  # fmt: skip
 
 
