@@ -60,6 +60,7 @@ sanitize: $(VENV)/installed  ## run the kernels under compute-sanitizer on this 
 targets: $(VENV)/installed  ## compile every kernel for every target and record it in flashattn/data
 	@$(BIN)/python tests/compile_kernels.py --table
 	@$(BIN)/python tests/compile_kernels.py --sweep
+	@$(BIN)/python tests/compile_hopper.py --table
 
 lint: $(VENV)/installed  ## check style, spelling and the numbers in the prose
 	@$(BIN)/ruff check .

@@ -3,7 +3,7 @@
 Importing it loads PyTorch and nothing else: Triton with the first kernel call, matplotlib with the first figure.
 """
 
-from .api import Backend, backend, flash_attention, flash_attention_varlen, scaled_dot_product_attention
+from .api import backend, flash_attention, flash_attention_varlen, scaled_dot_product_attention
 from .decode import flash_decode
 from .fp8 import flash_attention_fp8, hadamard_rotate, quantize_fp8
 from .module import FlashAttention
@@ -28,7 +28,6 @@ def __getattr__(name):
 
 
 __all__ = [
-    "Backend",
     "FlashAttention",
     "PagedKVCache",
     "attention_reference",

@@ -92,7 +92,8 @@ def backend(q, k, v, *, causal=False, scale=None, window=None, softcap=None):
 
     On GPUs of compute capability 9.0 (H100, H200) calls that are long enough run kernels written for them, in Gluon:
     fp16 or bf16, head dimensions up to 128, rows without gaps, no softcap; causal or not, windows, grouped heads, any
-    lengths. All other calls run the portable kernels in Triton. Both keep the same error budget, but not the same bits.
+    lengths. All other calls run the portable kernels in Triton. Both keep the same error budget, but not the same bits;
+    backward, those for Hopper take 4 bytes more for each element of ``q``.
     The environment variable FLASHATTN_BACKEND fixes the choice for all calls: ``portable``, or ``hopper``, which raises
     where it cannot.
 
@@ -100,7 +101,7 @@ def backend(q, k, v, *, causal=False, scale=None, window=None, softcap=None):
         q, k, v, causal, scale, window, softcap: as for :func:`flash_attention`.
 
     Returns:
-        A :class:`Backend`: ``name`` is "hopper" or "portable"; ``reason`` is None for the former.
+        A :class:`flashattn.api.Backend`: ``name`` is "hopper" or "portable"; ``reason`` is None for the former.
 
     Raises:
         As :func:`flash_attention`.

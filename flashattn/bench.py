@@ -93,11 +93,13 @@ COLUMNS = (
 _INTEGERS = {"n_gpus", "batch", "heads", "heads_kv", "seqlen_q", "seqlen_k", "head_dim"}
 
 
-def load_rows(gpu, **wanted):
+def load_rows(gpu, portable=False, **wanted):
     """Return the recorded measurements of a GPU as dicts, one metric each.
 
     Args:
         gpu: the name of the file in ``flashattn/data``, such as "nvidia_h200".
+        portable: whether "flashattn" shall name the portable kernels where a suite was measured with both, and not what
+            runs by default.
         wanted: keep only rows whose columns equal these values, as in ``suite="memory", impl="eager"``.
 
     Returns:
@@ -106,6 +108,10 @@ def load_rows(gpu, **wanted):
         metrics.
     """
     rows = [_typed(row) for row in read_table(DATA / f"{gpu}.csv")]
+    if portable:
+        both = {row["suite"] for row in rows if row["impl"] == "flashattn_portable"}
+        rows = [row for row in rows if row["suite"] not in both or row["impl"] != "flashattn"]
+        rows = [row | dict(impl=row["impl"].removesuffix("_portable")) for row in rows]
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 

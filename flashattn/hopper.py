@@ -362,7 +362,7 @@ def _hopper_fwd_kernel(
 
 
 def _layout(dtype, *box):
-    """Return how a box lies in shared memory: swizzled, so that its rows can be read without bank conflicts."""
+    """Return how a box lies in shared memory: so that its columns can be read without bank conflicts."""
     return gl.NVMMASharedLayout.get_default_for(list(box), dtype)
 
 

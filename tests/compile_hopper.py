@@ -4,13 +4,20 @@
 
 An entry: direction, head dimension, dtype, causal, extras: "window" for a left side, "short" for the forward kernel of
 short sequences.
+
+    python tests/compile_hopper.py --table [FILE]
+
+compiles all of them and writes flashattn/data/hopper.csv, or FILE: the rows of the installed triton.
 """
 
+import concurrent.futures
 import json
+import os
 import sys
+from pathlib import Path
 
 import triton
-from compile_kernels import TRITON_TYPES, ptxas_report
+from compile_kernels import TABLE, TRITON_TYPES, ptxas_report, update_table
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -58,6 +65,32 @@ def compile_hopper(direction, head_dim, dtype, causal, extras=()):
     return dict(shared_bytes=compiled.metadata.shared, config=cfg._asdict()) | ptxas_report(compiled.asm["ptx"])
 
 
+def product():
+    """Return every entry: each kernel that a call can choose."""
+    return [
+        [direction, head_dim, dtype, causal, extras]
+        for direction in ("forward", "backward")
+        for head_dim in (64, 128)
+        for dtype in ("float16", "bfloat16")
+        for causal in (False, True)
+        for extras in ([], ["window"], *([["short"]] if direction == "forward" else []))
+    ]
+
+
+def _row(entry):
+    direction, head_dim, dtype, causal, extras = entry
+    row = compile_hopper(*entry)
+    what = dict(target="sm_90", triton=triton.__version__, direction=direction, head_dim=head_dim, dtype=dtype)
+    what |= dict(causal=causal, extras="+".join(extras), config=json.dumps(row.pop("config")))
+    return what | row
+
+
 if __name__ == "__main__":
-    for entry in json.loads(sys.argv[1]):
-        print(json.dumps(compile_hopper(*entry)), flush=True)
+    if sys.argv[1] == "--table":
+        path = Path(sys.argv[2]) if len(sys.argv) > 2 else TABLE.with_name("hopper.csv")
+        with concurrent.futures.ProcessPoolExecutor(os.cpu_count()) as pool:
+            update_table(list(pool.map(_row, product())), path)
+        print(f"{path} written for triton {triton.__version__}")
+    else:
+        for entry in json.loads(sys.argv[1]):
+            print(json.dumps(compile_hopper(*entry)), flush=True)

@@ -27,7 +27,7 @@ TITLES = {
 }
 RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
 WHERE = {"two_gpus": "two GPUs", "gpu": "GPU"}
-COLUMNS = ("flashattn", "sdpa_flash", "sdpa_cudnn", "flex", "fa3")  # of README's table
+COLUMNS = ("flashattn", "flashattn_portable", "sdpa_flash", "sdpa_cudnn", "flex", "fa3")  # of README's table
 BEGIN, END = "<!-- results: begin (make status writes this) -->", "<!-- results: end -->"
 
 
@@ -102,13 +102,23 @@ def browser_section(results):
 
 def recorded_gpus():
     """Return the names of the GPUs with recorded measurements."""
-    return sorted({path.stem for path in DATA.glob("*.csv")} - {"targets", "blocks", "training"})
+    return sorted({path.stem for path in DATA.glob("*.csv")} - {"targets", "blocks", "hopper", "training"})
 
 
 def goals_section(gpu):
     """Return the lines about what the kernels are meant to reach, and how far the recorded measurements are."""
-    commits = sorted({row["commit"][:12] for row in load_rows(gpu)})
-    lines = [f"Measured by `make bench` on {gpu}, commit {', '.join(commits)}. Speeds are ratios of medians.", ""]
+    commits, both = {}, set()
+    for row in load_rows(gpu):
+        commits.setdefault(row["commit"][:12], {})[row["suite"]] = None
+        both |= {row["suite"]} if row["impl"] == "flashattn_portable" else set()
+    measured = "; ".join(f"{', '.join(suites)} at {commit}" for commit, suites in commits.items())
+    lines = [f"Measured by `make bench` on {gpu}: {measured}. Speeds are ratios of medians.", ""]
+    if both:
+        lines[-1:] = [
+            f"Suite {', '.join(sorted(both))} has rows of both backends, `flashattn` for what runs by default and "
+            "`flashattn_portable`; the rows of the other suites are older, and all of the portable kernels.",
+            "",
+        ]
     lines += ["| target | measured | worst cell | cells | reached |", "|---|---|---|---|---|"]
     for goal in check_goals(gpu):
         measured = "–" if goal.measured is None else f"{goal.measured:.3g}"
