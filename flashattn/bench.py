@@ -14,8 +14,10 @@ A row holds one metric of one implementation on one shape, as three percentiles 
 - throughput, tokens/s: of whole training steps.
 - out_of_memory, bytes: the memory that was not enough, the GPU's or params["limit_bytes"] where PyTorch was held to it.
 
-Suite "atomics" is suite core of two implementations, flashattn and flashattn_atomic, whose backward pass adds to dQ
-atomically (``flashattn.atomic``, of chapter 6).
+Suite "atomics" is suite core of two implementations, flashattn_portable and flashattn_atomic, whose backward pass adds
+to dQ atomically (``flashattn.atomic``, of chapter 6).
+
+Impl "flashattn" is what runs by default, on a Hopper GPU the kernels for it; "flashattn_portable" the Triton kernels.
 
 Suite "decode": direction "forward" of one new token a sequence over seqlen_k keys, call by call and as a CUDA graph;
 flashattn's keys lie in pages of 64 in random order, those of the others behind each other. Impl "read" reads the same
@@ -163,6 +165,7 @@ class Cell(NamedTuple):
 
 # ---- The suites.
 
+OURS = ("flashattn", "flashattn_portable")  # what runs by default, and the portable kernels
 TOKENS, WIDTH = 16384, 2048
 WINDOW = (1023, 0)
 
@@ -180,7 +183,7 @@ def _core():
 
 def _atomics():
     for head_dim, seqlen, causal in itertools.product((64, 128), (1024, 4096, 16384), (False, True)):
-        yield _shape(seqlen, head_dim, causal), ("flashattn", "flashattn_atomic")
+        yield _shape(seqlen, head_dim, causal), ("flashattn_portable", "flashattn_atomic")
 
 
 def _wide():
@@ -189,24 +192,24 @@ def _wide():
     for causal in (False, True):
         yield _shape(4096, 128, causal, dtype="fp16"), PEERS
     yield Shape(4, 32, 8, 4096, 128, True), PEERS
-    for head_dim, impls in ((64, ("flashattn",)), (128, ("flashattn", "flex"))):
+    for head_dim, impls in ((64, OURS), (128, (*OURS, "flex"))):
         for window in (None, WINDOW):
             yield _shape(16384, head_dim, True, window=window), impls
 
 
 def _short():
     for seqlen in (64, 128, 256, 512, 1024):
-        yield Shape(1, 8, 8, seqlen, 64, True), ("flashattn", "sdpa_flash", "sdpa_cudnn")
+        yield Shape(1, 8, 8, seqlen, 64, True), (*OURS, "sdpa_flash", "sdpa_cudnn")
 
 
 def _memory():
     for seqlen in (1024, 2048, 4096, 8192, 16384, 32768, 65536):
-        yield Shape(1, 16, 16, seqlen, 64, False), ("eager", "sdpa_flash", "flashattn")
+        yield Shape(1, 16, 16, seqlen, 64, False), ("eager", "sdpa_flash", *OURS)
 
 
 def _compile():
     for head_dim in (64, 128):
-        yield Shape(1, 16, 16, 4096, head_dim, True), ("flashattn", "flex")
+        yield Shape(1, 16, 16, 4096, head_dim, True), (*OURS, "flex")
 
 
 CROSSOVER = ("eager", "sdpa_flash", "flashattn")

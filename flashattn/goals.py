@@ -121,7 +121,19 @@ def _hopper_goals(speeds):
     goals.append(_goal(rule, 0.95, found, at_least=True))
     rule = "core, backward, repeatable (portable kernels): at least 0.90 times as fast as sdpa_cudnn in every cell"
     found = speeds("core", "backward", "sdpa_cudnn", ours="flashattn_portable")
-    return [*goals, _goal(rule, 0.9, found, at_least=True)]
+    goals.append(_goal(rule, 0.9, found, at_least=True))
+    for direction in ("forward", "backward"):
+        rule = f"wide, {direction}: D = 96, 192, 256 and grouped heads at least 1.00 times as fast as sdpa_cudnn"
+        found = {
+            shape: speed
+            for shape, speed in speeds("wide", direction, "sdpa_cudnn").items()
+            if shape.head_dim in (96, 192, 256) or shape.heads != shape.heads_kv
+        }
+        goals.append(_goal(rule, 1.0, found, at_least=True))
+    for graph, how in ((False, "call by call"), (True, "as a CUDA graph")):
+        found = speeds("short", "forward_backward", "flashattn_portable", graph)
+        goals.append(_goal(f"short, {how}: no cell slower than the portable kernels", 1.0, found, at_least=True))
+    return goals
 
 
 DECODE_PEERS = ("flex", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient")

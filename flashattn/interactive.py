@@ -414,7 +414,7 @@ IMPLEMENTATIONS = {  # name in the recorded rows: (name in figures, role)
     "sdpa_flash": ("SDPA, FlashAttention-2", "device_memory"),
     "flex": ("FlexAttention", "device_memory"),
     "sdpa_cudnn": ("SDPA, cuDNN", "device_memory"),
-    "flashattn_portable": ("this package, portable kernels", "flash"),
+    "flashattn_portable": ("this package, portable", "flash"),
     "flashattn": ("this package", "flash"),
 }
 

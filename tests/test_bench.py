@@ -67,7 +67,7 @@ def test_suites_have_the_shapes_of_the_targets():
         entries = [(shape, *model) for shape, _, *model in entry[0]()]
         assert len(set(entries)) == len(entries)
         for _, impls, *_ in entry[0]():
-            assert "flashattn" in impls and set(impls) <= set(IMPLEMENTATIONS)
+            assert set(bench.OURS) & set(impls) and set(impls) <= set(IMPLEMENTATIONS)
 
 
 def test_all_implementations_of_a_shape_follow_one_another():
@@ -80,7 +80,7 @@ def test_all_implementations_of_a_shape_follow_one_another():
 def test_implementations_can_be_picked_and_eager_only_by_name():
     assert {cell.impl for cell in bench.suite_cells("core")} == set(PEERS)
     assert {cell.impl for cell in bench.suite_cells("core", ["flex", "eager"])} == {"flex", "eager"}
-    assert {cell.impl for cell in bench.suite_cells("memory")} == {"eager", "sdpa_flash", "flashattn"}
+    assert {cell.impl for cell in bench.suite_cells("memory")} == {"eager", "sdpa_flash", *bench.OURS}
 
 
 @pytest.mark.parametrize("impl", ["sdpa_flash", "fa3", "eager"])

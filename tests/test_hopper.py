@@ -10,7 +10,7 @@ import torch
 from processes import python
 
 import flashattn
-from flashattn import configs, flash_attention
+from flashattn import configs, flash_attention, tune
 from flashattn.bench import load_targets
 from flashattn.configs import hopper_backward_config, hopper_config
 from flashattn.testing import Case, budget_ratios, error_budget, make_inputs, run
@@ -108,6 +108,12 @@ def test_the_variable_is_checked(device, monkeypatch):
         flash_attention(q, k, v)
     with pytest.raises(ValueError, match="FLASHATTN_BACKEND must be"):
         flashattn.backend(q, k, v)
+
+
+def test_tune_searches_the_kernels_whose_blocks_it_prints(device, as_on_hopper):
+    with tune.replaced("forward"):
+        assert flashattn.backend(*_qkv(device)).name == "portable"
+    assert flashattn.backend(*_qkv(device)).name == "hopper"
 
 
 def test_other_gpus_run_the_portable_kernels(device, monkeypatch):
