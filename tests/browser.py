@@ -79,7 +79,7 @@ def chromium():
     with sync_playwright() as playwright:
         # The sandbox needs rights that a container lacks; what is opened here is the project's own. It finds no other
         # host: to cut it off through Playwright's routes would have every request wait for Python, and cache nothing.
-        alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+        alone = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost"
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", alone])
         yield browser
         browser.close()
