@@ -105,6 +105,8 @@ def backend(q, k, v, *, causal=False, scale=None, window=None, softcap=None):
 
     Raises:
         As :func:`flash_attention`.
+
+    Source: Shah et al. 2024 (FlashAttention-3), for the kernels for Hopper. Chapter: 16.
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors({"q": q, "k": k, "v": v}, DENSE)

@@ -80,7 +80,7 @@ CASES = {
     "B68": Known(f"{TORCH}116350, {DAO}699, {TORCH}181581", "A second derivative raises; it is not silently cut off."),
     "B71": Known("facebookresearch/xformers#173, pytorch/pytorch#197563, flash-attention#167", "There is no dropout: asking for it raises and names what has it."),
     "B73": Known(f"{TRITON}7666, {TRITON}11568", "Each backward returns exactly one gradient for each argument of its forward."),
-    "B74": Known(f"{TRITON}9728, {TRITON}2743", "No kernel asks for warp specialisation, and all compile for Hopper."),
+    "B74": Known(f"{TRITON}9728, {TRITON}2743", "No kernel asks Triton for warp specialisation (those in Gluon spell it out), and all compile for Hopper."),
     # Platforms and versions
     "B75": Known(f"{TRITON}5570, invoke-ai/InvokeAI#4055, OneTrainer#1182, sam3 PR#510, triton-windows#51", "Importing needs neither Triton nor a GPU; calling a kernel without them is a clear error."),
     "B76": Known("fla-org/flash-linear-attention#1059, assignment2-systems#13, intel#7781, triton-lang/triton#10833", "No kernel uses block pointers."),

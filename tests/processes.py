@@ -18,6 +18,8 @@ WITHOUT_TRITON = Path(__file__).with_name("without_triton")
 def python(*arguments, without_triton=False):
     """Run ``python *arguments``, assert that it succeeds, and return what it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    # Beside other tests, threads that wait for one another make minutes out of seconds.
+    environment["OMP_NUM_THREADS"] = "1"
     if without_triton:
         environment["PYTHONPATH"] = os.pathsep.join([str(WITHOUT_TRITON), environment.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=environment)

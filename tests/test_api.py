@@ -195,6 +195,7 @@ def test_public_surface():
         "PagedKVCache",
         "attention_reference",
         "attention_tiled",
+        "backend",
         "flash_attention",
         "flash_attention_fp8",
         "flash_attention_varlen",
