@@ -65,20 +65,16 @@ def why_not_worth_it(tensors):
     return None
 
 
-def _choices(portable, decide_hopper):
-    """Return {value of the variable: function that decides how to launch one direction of a call}."""
-
-    def hopper(tensors, scale, softcap, window_left, window_right):
-        reason = why_not_hopper(tensors, softcap, window_left, window_right)
+def why_portable(wanted, tensors, softcap, window_left, window_right):
+    """Return why a call runs the portable kernels, None if it runs those for Hopper. wanted: the variable's value."""
+    if wanted == "portable":
+        return f"{VARIABLE}=portable"
+    reason = why_not_hopper(tensors, softcap, window_left, window_right)
+    if wanted == "hopper":
         if reason is not None:
             raise RuntimeError(f"{VARIABLE}=hopper, but {reason}")
-        return decide_hopper(tensors, scale, window_left, window_right)
-
-    def automatic(tensors, scale, softcap, window_left, window_right):
-        reason = why_not_hopper(tensors, softcap, window_left, window_right) or why_not_worth_it(tensors)
-        return (portable if reason else hopper)(tensors, scale, softcap, window_left, window_right)
-
-    return {"": automatic, "portable": portable, "hopper": hopper}
+        return None
+    return reason or why_not_worth_it(tensors)
 
 
 def _hopper_forward(*arguments):
@@ -93,28 +89,30 @@ def _hopper_backward(*arguments):
     return decide_backward(*arguments)
 
 
-def _refuse(*arguments):
-    raise RuntimeError(
-        f"{VARIABLE}=hopper, but {THEY} do not repeat dq to the bit, and PyTorch is told to be deterministic"
-    )
+def _decide(wanted, portable, hopper, tensors, scale, softcap, window_left, window_right):
+    """Return the launches of one direction of a call, by whichever of the two functions runs it."""
+    if why_portable(wanted, tensors, softcap, window_left, window_right) is None:
+        return hopper(tensors, scale, window_left, window_right)
+    return portable(tensors, scale, softcap, window_left, window_right)
 
 
-_FORWARD = _choices(decide_forward, _hopper_forward)
-_BACKWARD = _choices(decide_backward, _hopper_backward)
-_REPEATABLE_BACKWARD = {"": decide_backward, "portable": decide_backward, "hopper": _refuse}
+# For each value of the variable, how to decide. Made once: launches are remembered by what decided them.
+_WANTED = ("", "portable", "hopper")
+_FORWARD = {name: functools.partial(_decide, name, decide_forward, _hopper_forward) for name in _WANTED}
+_BACKWARD = {name: functools.partial(_decide, name, decide_backward, _hopper_backward) for name in _WANTED}
 
 
-def _chosen(choices):
-    """Return the choice that the environment variable names."""
+def _wanted():
+    """Return the value of the environment variable, checked."""
     name = os.environ.get(VARIABLE, "")
-    if name not in choices:
+    if name not in _WANTED:
         raise ValueError(f"{VARIABLE} must be portable, hopper or not set, got {name!r}")
-    return choices[name]
+    return name
 
 
 def forward_choice():
     """Return the function that decides how to launch a forward pass, as ``attn_forward`` takes it."""
-    return _chosen(_FORWARD)
+    return _FORWARD[_wanted()]
 
 
 def backward_choice():
@@ -122,18 +120,18 @@ def backward_choice():
 
     Where PyTorch is told to be deterministic, the portable kernels run: they give the same bits every time.
     """
-    return _chosen(_REPEATABLE_BACKWARD if torch.are_deterministic_algorithms_enabled() else _BACKWARD)
+    wanted = _wanted()
+    if torch.are_deterministic_algorithms_enabled():
+        if wanted == "hopper":
+            raise RuntimeError(
+                f"{VARIABLE}=hopper, but {THEY} do not repeat dq to the bit, and PyTorch is told to be deterministic"
+            )
+        wanted = "portable"
+    return _BACKWARD[wanted]
 
 
 def explain(q, k, v, softcap, window_left, window_right):
     """Return (name, reason) of what the forward pass of a dense call would run; raise where it would raise."""
-    wanted = os.environ.get(VARIABLE, "")
-    _chosen(_FORWARD)
-    if wanted == "portable":
-        return "portable", f"{VARIABLE}=portable"
     tensors = dict(q=q, k=k, v=v, bias=None, cu_seqlens_q=None)
-    reason = why_not_hopper(tensors, softcap, window_left, window_right)
-    if wanted == "hopper" and reason is not None:
-        raise RuntimeError(f"{VARIABLE}=hopper, but {reason}")
-    reason = reason or (None if wanted else why_not_worth_it(tensors))
-    return ("portable", reason) if reason else ("hopper", None)
+    reason = why_portable(_wanted(), tensors, softcap, window_left, window_right)
+    return ("hopper" if reason is None else "portable"), reason

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .configs import INTERPRETER, BlockConfig, target_of
+from .configs import INTERPRETER, BlockConfig, multiprocessors, target_of
 from .primitives import (
     LOWEST,
     dot,
@@ -257,7 +257,7 @@ def programs_at_once(cfg, page_bytes, device):
         return 8
     tiles_bytes = (cfg.num_stages - 1) * cfg.block_n * (cfg.block_d + cfg.block_dv) * page_bytes
     fit = target_of(device).shared_bytes // (tiles_bytes + 8192)
-    return max(1, min(MOST_AT_ONCE, fit)) * torch.cuda.get_device_properties(device).multi_processor_count
+    return max(1, min(MOST_AT_ONCE, fit)) * multiprocessors(device.index)
 
 
 def attn_decode(*tensors, **options):

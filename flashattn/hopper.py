@@ -8,6 +8,7 @@ multiply; a group computes softmax while the matrix units work for the others.
 import math
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -25,6 +26,8 @@ from .primitives import LOG2E, LOWEST, SIZES, loop_bounds, natural_log, row_has_
 
 ROWS = gl.constexpr(64)  # the rows of a group: what one of its instructions multiplies
 HUGE = gl.constexpr(2.0**28)  # see _softmax_update
+GLUON_TYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+SINGLE = ("lse_log2", "delta", "dq_sum")  # what is fp32 of all that is copied as boxes
 OPTIONAL = (gl.tensor, gl.constexpr)  # a number, or None where a call has none
 
 
@@ -361,9 +364,14 @@ def _hopper_fwd_kernel(
         )  # fmt: skip
 
 
-def _layout(dtype, *box):
-    """Return how a box lies in shared memory: so that its columns can be read without bank conflicts."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), dtype)
+def layouts_of(boxes, dtype):
+    """Return {name: how its box lies in shared memory}: so that its columns can be read without bank conflicts.
+
+    dtype: torch's, of the tensors of a call; its statistics and sums are fp32.
+    """
+    half = GLUON_TYPES[dtype]
+    types = {name: gl.float32 if name in SINGLE else half for name in boxes}
+    return {name: gl.NVMMASharedLayout.get_default_for(list(box), types[name]) for name, box in boxes.items()}
 
 
 def boxes_of(cfg):
@@ -379,10 +387,9 @@ def decide_forward(tensors, scale, window_left, window_right):
     n_heads_kv, seqlen_k, head_dim_v = v.shape[1:]
     masked = window_left is not None or window_right is not None
     cfg = hopper_config(head_dim, head_dim_v, seqlen_q, masked=masked)
-    n_blocks = -(-seqlen_q // (ROWS.value * cfg.groups))
+    n_blocks = triton.cdiv(seqlen_q, ROWS.value * cfg.groups)
     n_tiles = batch * n_heads * n_blocks
     group = n_heads // n_heads_kv
-    dtype = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
     boxes = boxes_of(cfg)
     factor = scale * LOG2E.value
     numbers = (
@@ -395,7 +402,7 @@ def decide_forward(tensors, scale, window_left, window_right):
             grid=min(n_tiles, multiprocessors(q.device.index)) if cfg.persistent else n_tiles,
             boxes=boxes,
             numbers=numbers,
-            constants=dict(HEAD_DIM_V=head_dim_v, DTYPE=dtype) | cfg.launch(),
-            layouts={name: _layout(dtype, *box) for name, box in boxes.items()},
+            constants=dict(HEAD_DIM_V=head_dim_v, DTYPE=GLUON_TYPES[q.dtype]) | cfg.launch(),
+            layouts=layouts_of(boxes, q.dtype),
         )
     ]

@@ -25,7 +25,7 @@ from triton.language.core import _aggregate as aggregate
 
 from .backward import _delta_of
 from .configs import hopper_backward_config
-from .hopper import OPTIONAL, _barriers, _layout
+from .hopper import GLUON_TYPES, OPTIONAL, _barriers, layouts_of
 from .launch import Launch, Scratch
 from .primitives import LOG2E, SIZES, load_tile, loop_bounds, stats_row, tile_offsets
 
@@ -467,16 +467,13 @@ def decide_backward(tensors, scale, window_left, window_right):
     batch, n_heads, seqlen_q, head_dim = q.shape
     n_heads_kv, seqlen_k = k.shape[1:3]
     cfg = hopper_backward_config(head_dim)
-    dtype = gl.float16 if q.dtype == torch.float16 else gl.bfloat16
     n_pieces = 2 * triton.cdiv(seqlen_q, cfg.block_m)  # of a head
     heads = batch * n_heads
     n_blocks = triton.cdiv(seqlen_k, BLOCK_N.value)
     window = (window_left, window_right)
     boxes = boxes_of(cfg)
-    single = ("lse_log2", "delta", "dq_sum")
-    layouts = {name: _layout(gl.float32 if name in single else dtype, *box) for name, box in boxes.items()}
-    launches = [Scratch("dq_sum", (heads * n_pieces * PIECE.value // 32, 32), torch.float32)]
-    launches += [
+    return [
+        Scratch("dq_sum", (heads * n_pieces * PIECE.value // 32, 32), torch.float32),
         Launch(
             _hopper_delta_kernel,
             grid=heads * n_pieces * HALF.value // cfg.block_d,
@@ -489,8 +486,8 @@ def decide_backward(tensors, scale, window_left, window_right):
             grid=batch * n_heads_kv * n_blocks,
             boxes=boxes,
             numbers=(n_blocks, n_heads, n_heads // n_heads_kv, seqlen_q, seqlen_k, *window, scale * LOG2E.value, scale),
-            constants=dict(DTYPE=dtype) | cfg.launch(),
-            layouts=layouts,
+            constants=dict(DTYPE=GLUON_TYPES[q.dtype]) | cfg.launch(),
+            layouts=layouts_of(boxes, q.dtype),
         ),
         Launch(
             _hopper_dq_kernel,
@@ -500,4 +497,3 @@ def decide_backward(tensors, scale, window_left, window_right):
             constants=dict(HEAD_DIM=head_dim, BLOCK_D=cfg.block_d, num_warps=4),
         ),
     ]
-    return launches

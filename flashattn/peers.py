@@ -287,17 +287,14 @@ BACKENDS = {
 }
 
 
-@contextlib.contextmanager
 def backend(impl):
-    """Within this context attention, PyTorch's or ours, is this one; entered once, so that no timed call pays for it.
+    """Return a context in which attention, PyTorch's or ours, is this one.
 
-    flashattn is what runs by default, flashattn_portable the portable kernels.
+    It is entered once, so that no timed call pays for it. flashattn is what runs by default, flashattn_portable the
+    portable kernels.
     """
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    with contextlib.ExitStack() as stack:
-        if impl in BACKENDS:
-            stack.enter_context(sdpa_kernel(getattr(SDPBackend, BACKENDS[impl])))
-        if impl == "flashattn_portable":
-            stack.enter_context(unittest.mock.patch.dict(os.environ, FLASHATTN_BACKEND="portable"))
-        yield
+    if impl == "flashattn_portable":
+        return unittest.mock.patch.dict(os.environ, FLASHATTN_BACKEND="portable")
+    return sdpa_kernel(getattr(SDPBackend, BACKENDS[impl])) if impl in BACKENDS else contextlib.nullcontext()

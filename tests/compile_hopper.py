@@ -16,10 +16,10 @@ import os
 import sys
 from pathlib import Path
 
+import torch
 import triton
 from compile_kernels import TABLE, TRITON_TYPES, ptxas_report, update_table
 from triton.backends.compiler import GPUTarget
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from flashattn import hopper, hopper_backward
@@ -29,27 +29,25 @@ from flashattn.configs import hopper_backward_config, hopper_config
 def compile_hopper(direction, head_dim, dtype, causal, extras=()):
     """Compile one kernel as a launch would, with even sizes and contiguous tensors; return a dict of what it uses."""
     kernel = hopper._hopper_fwd_kernel if direction == "forward" else hopper_backward._hopper_bwd_kernel
-    half, absent = {"float16": gl.float16, "bfloat16": gl.bfloat16}[dtype], set()
     if direction == "forward":
         cfg = hopper_config(head_dim, head_dim, 512 if "short" in extras else 4096, masked=causal or "window" in extras)
         boxes = hopper.boxes_of(cfg)
     else:
         cfg = hopper_backward_config(head_dim)
         boxes = hopper_backward.boxes_of(cfg)
-    absent |= set() if causal else {"window_right"}
-    absent |= set() if "window" in extras else {"window_left"}
-    constants = dict(HEAD_DIM_V=head_dim, DTYPE=half) | cfg.launch()
-    constants |= dict.fromkeys(absent)
+    layouts = hopper.layouts_of(boxes, getattr(torch, dtype))
+    constants = dict(HEAD_DIM_V=head_dim, DTYPE=hopper.GLUON_TYPES[getattr(torch, dtype)]) | cfg.launch()
+    constants |= {} if causal else dict(window_right=None)
+    constants |= {} if "window" in extras else dict(window_left=None)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types, hints = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
             types[name] = "constexpr"
         elif name.endswith("_desc"):
-            box = boxes[name.removesuffix("_desc")]
-            single = name.startswith(("lse", "delta", "dq_sum"))
-            layout = hopper._layout(gl.float32 if single else half, *box)
-            types[name] = f"tensordesc<{'fp32' if single else TRITON_TYPES[dtype]}{list(box)},{layout!r}>"
+            tensor = name.removesuffix("_desc")
+            number = "fp32" if tensor in hopper.SINGLE else TRITON_TYPES[dtype]
+            types[name] = f"tensordesc<{number}{list(boxes[tensor])},{layouts[tensor]!r}>"
         elif name.endswith("_ptr"):
             types[name] = "*" + TRITON_TYPES[dtype] if name == "out_ptr" else "*fp32"
             hints[(i,)] = [["tt.divisibility", 16]]

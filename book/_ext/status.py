@@ -112,14 +112,13 @@ def goals_section(gpu):
         commits.setdefault(row["commit"][:12], {})[row["suite"]] = None
         both |= {row["suite"]} if row["impl"] == "flashattn_portable" else set()
     measured = "; ".join(f"{', '.join(suites)} at {commit}" for commit, suites in commits.items())
-    lines = [f"Measured by `make bench` on {gpu}: {measured}. Speeds are ratios of medians.", ""]
+    lines = [f"Measured by `make bench` on {gpu}: {measured}. Speeds are ratios of medians."]
     if both:
-        lines[-1:] = [
+        lines += [
             f"Suite {', '.join(sorted(both))} has rows of both backends, `flashattn` for what runs by default and "
-            "`flashattn_portable`; the rows of the other suites are older, and all of the portable kernels.",
-            "",
+            "`flashattn_portable`; the rows of the other suites are older, and all of the portable kernels."
         ]
-    lines += ["| target | measured | worst cell | cells | reached |", "|---|---|---|---|---|"]
+    lines += ["", "| target | measured | worst cell | cells | reached |", "|---|---|---|---|---|"]
     for goal in check_goals(gpu):
         measured = "–" if goal.measured is None else f"{goal.measured:.3g}"
         reached = {True: "yes", False: "no", None: "not measured"}[goal.reached]
